@@ -1,0 +1,52 @@
+"""Errors that users see. Each class has an exit code of its own, so that scripts can tell them apart.
+
+A message names the file, key, node or tensor, says what was expected, and what to do.
+"""
+
+
+class SpesError(Exception):
+    """Base of all errors that are reported to the user without a traceback."""
+
+    exit_code = 1
+
+
+class RecipeError(SpesError):
+    """A recipe is malformed or contradicts itself."""
+
+    exit_code = 3
+
+
+class CheckpointError(SpesError):
+    """A checkpoint cannot be read, converted or written."""
+
+    exit_code = 4
+
+
+class DataError(SpesError):
+    """Text, a tokenizer or an indexed dataset cannot be used."""
+
+    exit_code = 5
+
+
+class HubRefusedError(SpesError):
+    """The hub refused a request: another recipe, token, round, name, shape, dtype or value."""
+
+    exit_code = 6
+
+
+class DeadlineError(SpesError):
+    """Somebody did not come, or did not answer, in time."""
+
+    exit_code = 7
+
+
+class StoreError(SpesError):
+    """The hub's state directory is damaged, full, or belongs to another run."""
+
+    exit_code = 8
+
+
+class VerificationError(SpesError):
+    """A result that should equal its source does not."""
+
+    exit_code = 9

@@ -1,0 +1,320 @@
+"""The recipe: one YAML file that describes a run.
+
+Every default lives here, once. Commands generate their flags from these sections (`options.py`),
+and any field can be set from the command line by `--set section.field=value`.
+Fields marked *local* may differ from node to node; all others are part of `Recipe.digest()`, on which
+hub and nodes must agree.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spes_mega.errors import RecipeError
+
+LOCAL = {"local": True}
+Family = Literal["qwen3", "qwen3_moe", "llama", "mixtral"]
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of the recipe; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Shape of a decoder-only language model, dense or Mixture-of-Experts."""
+
+    family: Family = Field(description="Hugging Face model_type that the checkpoint has at rest")
+    num_layers: Positive
+    hidden_size: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive = Field(description="its own number: need not be hidden_size / num_heads")
+    ffn_hidden_size: Positive | None = Field(None, description="width of a dense FFN")
+    num_experts: int = Field(0, ge=0, description="experts a layer; 0: a dense model")
+    top_k: int = Field(0, ge=0, description="experts a token is sent to")
+    expert_hidden_size: Positive | None = Field(None, description="FFN width of one expert")
+    norm_topk_prob: bool = Field(True, description="renormalize the top-k router weights to sum to 1")
+    dense_layers: tuple[int, ...] = Field((), description="layers of an MoE model that stay dense")
+    vocab_size: Positive
+    max_seq_len: Positive = Field(4096, description="positions the model is declared for")
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = Field(None, description="a RoPE variant, as config.json has it")
+    norm_eps: float = Field(1e-6, gt=0)
+    tie_embeddings: bool = False
+    init_std: float = Field(0.02, ge=0, description="std of freshly drawn weights")
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.is_moe and layer not in self.dense_layers
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.is_moe != (self.family in MOE_FAMILIES):
+            raise ValueError(f"family {self.family} does not go with num_experts {self.num_experts}")
+        if self.is_moe:
+            self._check_experts()
+        elif self.ffn_hidden_size is None or self.top_k or self.dense_layers:
+            raise ValueError("a dense model needs ffn_hidden_size, and has neither top_k nor dense_layers")
+        return self
+
+    def _check_experts(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k {self.top_k} must be between 1 and num_experts {self.num_experts}")
+        if self.expert_hidden_size is None:
+            raise ValueError("an MoE model needs expert_hidden_size")
+        if self.dense_layers and self.ffn_hidden_size is None:
+            raise ValueError("dense_layers need ffn_hidden_size")
+        if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
+            raise ValueError(f"dense_layers {self.dense_layers} must lie in 0..{self.num_layers - 1}")
+        if self.family == "mixtral" and (self.dense_layers or not self.norm_topk_prob):
+            raise ValueError("mixtral has an MoE in every layer and always renormalizes (norm_topk_prob: true)")
+
+
+class SpesSection(Section):
+    """The outer loop: who owns which experts, how often nodes synchronize, expert merging, deadlines."""
+
+    num_nodes: Positive = 1
+    sync_every: Positive = Field(100, description="local steps between two synchronizations (H)")
+    ownership: Literal["equal", "all"] | tuple[tuple[int, ...], ...] = Field(
+        "equal", description="equal: contiguous shares; all: everyone owns every expert (DiLoCo); or one list a node"
+    )
+    merge_interval: Positive = Field(500, description="steps between two expert merges")
+    merge_steps: int = Field(0, ge=0, description="merging stops at this step; 0: no merging")
+    merge_alpha: Share = Field(0.01, description="weight of the donors at step 0, falling linearly to 0")
+    merge_donors: Positive = Field(4, description="most similar experts that an expert takes from")
+    min_nodes: Positive | None = Field(
+        None, json_schema_extra=LOCAL, description="pushes that suffice at the deadline; default: all"
+    )
+    join_deadline_s: float = Field(1800, gt=0, json_schema_extra=LOCAL, description="seconds for all nodes to join")
+    round_deadline_s: float = Field(7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes")
+    rpc_deadline_s: float = Field(600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
+    snapshot_every: Positive = Field(
+        10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ValueError(f"min_nodes {self.min_nodes} is more than num_nodes {self.num_nodes}")
+        if isinstance(self.ownership, tuple) and len(self.ownership) != self.num_nodes:
+            raise ValueError(f"ownership lists {len(self.ownership)} nodes, num_nodes is {self.num_nodes}")
+        if self.rpc_deadline_s > self.round_deadline_s:
+            raise ValueError(
+                f"deadlines must nest: rpc_deadline_s {self.rpc_deadline_s:g} is longer than "
+                f"round_deadline_s {self.round_deadline_s:g}"
+            )
+        return self
+
+
+class TrainSection(Section):
+    """What every node does between two synchronizations."""
+
+    steps: Positive = Field(1000, description="optimizer steps in all")
+    seq_len: Positive = Field(2048, description="tokens of one sample")
+    micro_batch_size: Positive = Field(1, json_schema_extra=LOCAL, description="samples a rank a forward pass")
+    grad_accumulation: Positive = Field(1, json_schema_extra=LOCAL, description="forward passes a step")
+    lr: float = Field(5e-4, ge=0, description="peak learning rate")
+    min_lr_ratio: Share = Field(0.1, description="final learning rate as a fraction of lr")
+    warmup_steps: int = Field(0, ge=0)
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.95
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; never on norms")
+    clip_grad: float = Field(1.0, ge=0, description="largest norm of the gradient; 0: no clipping")
+    aux_loss_coeff: float = Field(0.01, ge=0, description="weight of the load-balancing loss")
+    router_z_loss_coeff: float = Field(1e-3, ge=0, description="weight of the router's z-loss")
+    logit_z_loss_coeff: float = Field(1e-5, ge=0, description="weight of the z-loss on the output logits")
+    dtype: Literal["fp32", "bf16"] = Field("bf16", json_schema_extra=LOCAL)
+    zero_stage: Literal[1, 2, 3] = Field(1, json_schema_extra=LOCAL, description="DeepSpeed ZeRO stage")
+    seed: int = Field(1234, ge=0, description="of weights drawn at the start and of the order of the data")
+    log_every: Positive = Field(10, json_schema_extra=LOCAL, description="steps between two console lines")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
+        return self
+
+
+class DataSection(Section):
+    """Indexed datasets (`PREFIX.bin`, `PREFIX.idx`); relative paths start at the recipe's own folder."""
+
+    train: Path | None = Field(None, json_schema_extra=LOCAL, description="prefix of the training data")
+    sharding: Literal["shared", "own"] = Field(
+        "shared",
+        json_schema_extra=LOCAL,
+        description="shared: all nodes have this file and each reads its own part; own: it is this node's alone",
+    )
+
+
+class UpcycleSection(Section):
+    """How a dense checkpoint becomes a Mixture-of-Experts. The defaults are the 9B setup of SPES."""
+
+    num_experts: Positive = Field(8, description="experts a layer")
+    top_k: Positive = Field(2, description="experts a token is sent to")
+    method: Literal["copy", "noise"] = Field("noise", description="copy: equal experts; noise: copies plus noise")
+    noise_std: float = Field(0.02, ge=0, description="std of the noise")
+    noise_fraction: Share = Field(0.5, description="fraction of each expert's entries that get noise")
+    router_init: Literal["zeros", "normal", "mlp_std"] = Field(
+        "zeros", description="zeros; normal: N(0, 0.02); mlp_std: normal with the std of the layer's down projection"
+    )
+    seed: int = Field(1234, ge=0, description="of noise and router")
+    dtype: Literal["source", "fp32", "bf16", "fp16"] = Field("source", description="of the result; source: unchanged")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_experts < 2:
+            raise ValueError("num_experts must be at least 2")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
+        if self.top_k == 1:
+            raise ValueError("top_k 1 renormalized is always 1, so the router would get no gradient: use at least 2")
+        return self
+
+
+class Recipe(Section):
+    """A run: the model, the outer loop, local training, data, and how the model was upcycled."""
+
+    name: str = "run"
+    model: ModelSection
+    spes: SpesSection = SpesSection()
+    train: TrainSection = TrainSection()
+    data: DataSection = DataSection()
+    upcycle: UpcycleSection = UpcycleSection()
+    deepspeed: dict[str, Any] = Field({}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.train.seq_len > self.model.max_seq_len:
+            raise ValueError(f"train.seq_len {self.train.seq_len} is over model.max_seq_len {self.model.max_seq_len}")
+        if self.model.is_moe and self.model.top_k == 1 and self.model.norm_topk_prob:
+            raise ValueError(
+                "model.top_k 1 with norm_topk_prob: true makes every router weight 1, so the router gets no "
+                "gradient: set model.norm_topk_prob: false, or top_k to at least 2"
+            )
+        if isinstance(self.spes.ownership, tuple):
+            self._check_ownership(self.spes.ownership)
+        return self
+
+    def _check_ownership(self, lists: tuple[tuple[int, ...], ...]) -> None:
+        owned = {expert for experts in lists for expert in experts}
+        experts = set(range(self.model.num_experts))
+        if missing := sorted(experts - owned):
+            raise ValueError(f"spes.ownership: nobody owns expert {missing[0]}")
+        if unknown := sorted(owned - experts):
+            raise ValueError(f"spes.ownership: there is no expert {unknown[0]} (num_experts {len(experts)})")
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in the whole run; the last may be shorter than `sync_every` steps."""
+        return -(-self.train.steps // self.spes.sync_every)
+
+    def step_at(self, round_: int) -> int:
+        """Optimizer steps done when `round_` rounds are closed."""
+        return min(round_ * self.spes.sync_every, self.train.steps)
+
+    def digest(self) -> str:
+        """Hex SHA-256 of everything that hub and nodes must agree on (all fields but the local ones)."""
+        agreed = _agreed(self)
+        agreed.pop("name")
+        agreed.pop("upcycle")
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+
+
+def _agreed(section: BaseModel) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("local"):
+            continue
+        value = getattr(section, name)
+        out[name] = _agreed(value) if isinstance(value, BaseModel) else value
+    return out
+
+
+def load_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file and apply `section.field=value` overrides (values are YAML).
+
+    Raises:
+        RecipeError: the file cannot be read, or a key or value is wrong; the message names file and key.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise RecipeError(f"{path}: cannot read the recipe: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise RecipeError(f"{path}: not valid YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping with sections such as model, spes, train")
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_recipe(raw, source=str(path), base=path.resolve().parent)
+
+
+def parse_recipe(raw: dict[str, Any], *, source: str, base: Path) -> Recipe:
+    """Check a raw mapping; relative data paths are taken from `base`. Raises RecipeError naming `source`."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as e:
+        raise RecipeError("\n".join(explain(source, e, Recipe))) from e
+    if recipe.data.train is not None:
+        data = recipe.data.model_copy(update={"train": base / recipe.data.train.expanduser()})
+        recipe = recipe.model_copy(update={"data": data})
+    return recipe
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, sep, text = override.partition("=")
+    if not sep or not key:
+        raise RecipeError(f"--set {override}: expected section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise RecipeError(f"--set {override}: the value is not valid YAML") from e
+    *sections, field = key.split(".")
+    target = raw
+    for section in sections:
+        inner = target.get(section)
+        target[section] = dict(inner) if isinstance(inner, dict) else {}
+        target = target[section]
+    target[field] = value
+
+
+def explain(source: str, error: ValidationError, top: type[BaseModel]) -> list[str]:
+    """One line for each fault: file, key, what was wrong, and for an unknown key the nearest known one."""
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(top, fault["loc"][:-1]), n=1)
+            message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] not in ("value_error", "missing"):
+                message += f" (got {fault['input']!r})"
+        lines.append(f"{source}: {key + ': ' if key else ''}{message}")
+    return lines
+
+
+def _known_keys(top: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    section: Any = top
+    for part in loc:
+        section = section.model_fields[str(part)].annotation
+    return list(section.model_fields)
