@@ -1,0 +1,35 @@
+# `make demo` and `make test` set everything up by themselves, in .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= runs/demo
+
+.PHONY: setup demo test check lint proto clean
+
+setup: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: apt-get install python3 python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/spes-mega demo --out $(OUT)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. spes_mega/hub/proto/*.proto
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,69 @@
+"""The `spes-mega` command. Subcommands are loaded when used, so that `--help` answers at once."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from spes_mega import __version__
+from spes_mega.errors import SpesError
+
+# name -> (module:attribute, one line of help). The help stands here so that listing it imports nothing.
+COMMANDS = {
+    "demo": ("spes_mega.tools.demo:command", "Run the whole job on this machine in a few minutes."),
+    "tokenize": ("spes_mega.tools.tokenize:command", "Turn text files into an indexed dataset."),
+    "upcycle": ("upcycle.command:command", "Turn a dense checkpoint into a Mixture-of-Experts."),
+    "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),
+    "launch": ("spes_mega.node.launch:command", "Train as one node of a run, under the deepspeed launcher."),
+    "status": ("spes_mega.tools.status:command", "Show what a running hub is doing."),
+    "evaluate": ("spes_mega.tools.evaluate:command", "Loss and perplexity of a checkpoint on an indexed dataset."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand's module only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="spes-mega")
+def group() -> None:
+    """Pretrain a Mixture-of-Experts language model on GPUs in places that are far apart.
+
+    A dense checkpoint is upcycled into an MoE; a hub holds its weights; each node trains the shared
+    weights and the experts that it owns, and synchronizes with the hub every few steps.
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: errors meant for the user become one message and an exit code, without a traceback."""
+    try:
+        result: Any = group.main(args=argv, prog_name="spes-mega", standalone_mode=False)
+    except SpesError as e:
+        click.echo(f"error: {e}", err=True)
+        sys.exit(e.exit_code)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()
