@@ -41,7 +41,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
 def _click_type(annotation: Any) -> Any:
     origin = get_origin(annotation)
     if origin is Literal:
-        return click.Choice([str(choice) for choice in get_args(annotation)])
+        return click.Choice(get_args(annotation))
     if origin in (Union, types.UnionType):
         return _click_type(next(kind for kind in get_args(annotation) if kind is not type(None)))
     return annotation if annotation in (int, float, bool, str, Path) else str

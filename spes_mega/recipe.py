@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_mega.errors import RecipeError
 
-LOCAL = {"local": True}
+LOCAL: dict[str, Any] = {"local": True}
 Family = Literal["qwen3", "qwen3_moe", "llama", "mixtral"]
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
 Positive = Annotated[int, Field(gt=0)]
@@ -40,19 +40,19 @@ class ModelSection(Section):
     num_heads: Positive
     num_kv_heads: Positive
     head_dim: Positive = Field(description="its own number: need not be hidden_size / num_heads")
-    ffn_hidden_size: Positive | None = Field(None, description="width of a dense FFN")
-    num_experts: int = Field(0, ge=0, description="experts a layer; 0: a dense model")
-    top_k: int = Field(0, ge=0, description="experts a token is sent to")
-    expert_hidden_size: Positive | None = Field(None, description="FFN width of one expert")
-    norm_topk_prob: bool = Field(True, description="renormalize the top-k router weights to sum to 1")
-    dense_layers: tuple[int, ...] = Field((), description="layers of an MoE model that stay dense")
+    ffn_hidden_size: Positive | None = Field(default=None, description="width of a dense FFN")
+    num_experts: int = Field(default=0, ge=0, description="experts a layer; 0: a dense model")
+    top_k: int = Field(default=0, ge=0, description="experts a token is sent to")
+    expert_hidden_size: Positive | None = Field(default=None, description="FFN width of one expert")
+    norm_topk_prob: bool = Field(default=True, description="renormalize the top-k router weights to sum to 1")
+    dense_layers: tuple[int, ...] = Field(default=(), description="layers of an MoE model that stay dense")
     vocab_size: Positive
-    max_seq_len: Positive = Field(4096, description="positions the model is declared for")
-    rope_theta: float = Field(10_000.0, gt=0)
-    rope_scaling: dict[str, Any] | None = Field(None, description="a RoPE variant, as config.json has it")
-    norm_eps: float = Field(1e-6, gt=0)
+    max_seq_len: Positive = Field(default=4096, description="positions the model is declared for")
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = Field(default=None, description="a RoPE variant, as config.json has it")
+    norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = False
-    init_std: float = Field(0.02, ge=0, description="std of freshly drawn weights")
+    init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn weights")
 
     @property
     def is_moe(self) -> bool:
@@ -90,22 +90,27 @@ class SpesSection(Section):
     """The outer loop: who owns which experts, how often nodes synchronize, expert merging, deadlines."""
 
     num_nodes: Positive = 1
-    sync_every: Positive = Field(100, description="local steps between two synchronizations (H)")
+    sync_every: Positive = Field(default=100, description="local steps between two synchronizations (H)")
     ownership: Literal["equal", "all"] | tuple[tuple[int, ...], ...] = Field(
-        "equal", description="equal: contiguous shares; all: everyone owns every expert (DiLoCo); or one list a node"
+        default="equal",
+        description="equal: contiguous shares; all: everyone owns every expert (DiLoCo); or one list a node",
     )
-    merge_interval: Positive = Field(500, description="steps between two expert merges")
-    merge_steps: int = Field(0, ge=0, description="merging stops at this step; 0: no merging")
-    merge_alpha: Share = Field(0.01, description="weight of the donors at step 0, falling linearly to 0")
-    merge_donors: Positive = Field(4, description="most similar experts that an expert takes from")
+    merge_interval: Positive = Field(default=500, description="steps between two expert merges")
+    merge_steps: int = Field(default=0, ge=0, description="merging stops at this step; 0: no merging")
+    merge_alpha: Share = Field(default=0.01, description="weight of the donors at step 0, falling linearly to 0")
+    merge_donors: Positive = Field(default=4, description="most similar experts that an expert takes from")
     min_nodes: Positive | None = Field(
-        None, json_schema_extra=LOCAL, description="pushes that suffice at the deadline; default: all"
+        default=None, json_schema_extra=LOCAL, description="pushes that suffice at the deadline; default: all"
     )
-    join_deadline_s: float = Field(1800, gt=0, json_schema_extra=LOCAL, description="seconds for all nodes to join")
-    round_deadline_s: float = Field(7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes")
-    rpc_deadline_s: float = Field(600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
+    join_deadline_s: float = Field(
+        default=1800, gt=0, json_schema_extra=LOCAL, description="seconds for all nodes to join"
+    )
+    round_deadline_s: float = Field(
+        default=7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes"
+    )
+    rpc_deadline_s: float = Field(default=600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
     snapshot_every: Positive = Field(
-        10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
+        default=10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
     )
 
     @model_validator(mode="after")
@@ -125,25 +130,25 @@ class SpesSection(Section):
 class TrainSection(Section):
     """What every node does between two synchronizations."""
 
-    steps: Positive = Field(1000, description="optimizer steps in all")
-    seq_len: Positive = Field(2048, description="tokens of one sample")
-    micro_batch_size: Positive = Field(1, json_schema_extra=LOCAL, description="samples a rank a forward pass")
-    grad_accumulation: Positive = Field(1, json_schema_extra=LOCAL, description="forward passes a step")
-    lr: float = Field(5e-4, ge=0, description="peak learning rate")
-    min_lr_ratio: Share = Field(0.1, description="final learning rate as a fraction of lr")
-    warmup_steps: int = Field(0, ge=0)
+    steps: Positive = Field(default=1000, description="optimizer steps in all")
+    seq_len: Positive = Field(default=2048, description="tokens of one sample")
+    micro_batch_size: Positive = Field(default=1, json_schema_extra=LOCAL, description="samples a rank a forward pass")
+    grad_accumulation: Positive = Field(default=1, json_schema_extra=LOCAL, description="forward passes a step")
+    lr: float = Field(default=5e-4, ge=0, description="peak learning rate")
+    min_lr_ratio: Share = Field(default=0.1, description="final learning rate as a fraction of lr")
+    warmup_steps: int = Field(default=0, ge=0)
     adam_beta1: Share = 0.9
     adam_beta2: Share = 0.95
-    adam_eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="on matrices; never on norms")
-    clip_grad: float = Field(1.0, ge=0, description="largest norm of the gradient; 0: no clipping")
-    aux_loss_coeff: float = Field(0.01, ge=0, description="weight of the load-balancing loss")
-    router_z_loss_coeff: float = Field(1e-3, ge=0, description="weight of the router's z-loss")
-    logit_z_loss_coeff: float = Field(1e-5, ge=0, description="weight of the z-loss on the output logits")
-    dtype: Literal["fp32", "bf16"] = Field("bf16", json_schema_extra=LOCAL)
-    zero_stage: Literal[1, 2, 3] = Field(1, json_schema_extra=LOCAL, description="DeepSpeed ZeRO stage")
-    seed: int = Field(1234, ge=0, description="of weights drawn at the start and of the order of the data")
-    log_every: Positive = Field(10, json_schema_extra=LOCAL, description="steps between two console lines")
+    adam_eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0, description="on matrices; never on norms")
+    clip_grad: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0: no clipping")
+    aux_loss_coeff: float = Field(default=0.01, ge=0, description="weight of the load-balancing loss")
+    router_z_loss_coeff: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss")
+    logit_z_loss_coeff: float = Field(default=1e-5, ge=0, description="weight of the z-loss on the output logits")
+    dtype: Literal["fp32", "bf16"] = Field(default="bf16", json_schema_extra=LOCAL)
+    zero_stage: Literal[1, 2, 3] = Field(default=1, json_schema_extra=LOCAL, description="DeepSpeed ZeRO stage")
+    seed: int = Field(default=1234, ge=0, description="of weights drawn at the start and of the order of the data")
+    log_every: Positive = Field(default=10, json_schema_extra=LOCAL, description="steps between two console lines")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -155,9 +160,9 @@ class TrainSection(Section):
 class DataSection(Section):
     """Indexed datasets (`PREFIX.bin`, `PREFIX.idx`); relative paths start at the recipe's own folder."""
 
-    train: Path | None = Field(None, json_schema_extra=LOCAL, description="prefix of the training data")
+    train: Path | None = Field(default=None, json_schema_extra=LOCAL, description="prefix of the training data")
     sharding: Literal["shared", "own"] = Field(
-        "shared",
+        default="shared",
         json_schema_extra=LOCAL,
         description="shared: all nodes have this file and each reads its own part; own: it is this node's alone",
     )
@@ -166,16 +171,21 @@ class DataSection(Section):
 class UpcycleSection(Section):
     """How a dense checkpoint becomes a Mixture-of-Experts. The defaults are the 9B setup of SPES."""
 
-    num_experts: Positive = Field(8, description="experts a layer")
-    top_k: Positive = Field(2, description="experts a token is sent to")
-    method: Literal["copy", "noise"] = Field("noise", description="copy: equal experts; noise: copies plus noise")
-    noise_std: float = Field(0.02, ge=0, description="std of the noise")
-    noise_fraction: Share = Field(0.5, description="fraction of each expert's entries that get noise")
-    router_init: Literal["zeros", "normal", "mlp_std"] = Field(
-        "zeros", description="zeros; normal: N(0, 0.02); mlp_std: normal with the std of the layer's down projection"
+    num_experts: Positive = Field(default=8, description="experts a layer")
+    top_k: Positive = Field(default=2, description="experts a token is sent to")
+    method: Literal["copy", "noise"] = Field(
+        default="noise", description="copy: equal experts; noise: copies plus noise"
     )
-    seed: int = Field(1234, ge=0, description="of noise and router")
-    dtype: Literal["source", "fp32", "bf16", "fp16"] = Field("source", description="of the result; source: unchanged")
+    noise_std: float = Field(default=0.02, ge=0, description="std of the noise")
+    noise_fraction: Share = Field(default=0.5, description="fraction of each expert's entries that get noise")
+    router_init: Literal["zeros", "normal", "mlp_std"] = Field(
+        default="zeros",
+        description="zeros; normal: N(0, 0.02); mlp_std: normal with the std of the layer's down projection",
+    )
+    seed: int = Field(default=1234, ge=0, description="of noise and router")
+    dtype: Literal["source", "fp32", "bf16", "fp16"] = Field(
+        default="source", description="of the result; source: unchanged"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -197,7 +207,9 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
     upcycle: UpcycleSection = UpcycleSection()
-    deepspeed: dict[str, Any] = Field({}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config")
+    deepspeed: dict[str, Any] = Field(
+        default={}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
