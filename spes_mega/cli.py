@@ -11,7 +11,7 @@ from spes_mega.errors import SpesError
 
 # name -> (module:attribute, one line of help). The help stands here so that listing it imports nothing.
 COMMANDS = {
-    "demo": ("spes_mega.tools.demo:command", "Run the whole job on this machine in a few minutes."),
+    "demo": ("spes_mega.tools.demo.command:command", "Run the whole job on this machine in a few minutes."),
     "tokenize": ("spes_mega.tools.tokenize:command", "Turn text files into an indexed dataset."),
     "upcycle": ("upcycle.command:command", "Turn a dense checkpoint into a Mixture-of-Experts."),
     "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),

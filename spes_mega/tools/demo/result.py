@@ -1,0 +1,57 @@
+"""What the finished snapshot is worth to a user of Hugging Face transformers: its loss, and a sample of its text."""
+
+from pathlib import Path
+from typing import Any
+
+PROMPT = "The assert statement"
+
+
+def open_snapshot(snapshot: Path) -> Any:
+    """The snapshot through stock `AutoModelForCausalLM`, in fp32, ready for inference."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32).eval()
+
+
+def transformers_loss(model: Any, prefix: Path, seq_len: int, windows_at_once: int = 16) -> float:
+    """Mean loss (nats per token) of a transformers model on an indexed dataset.
+
+    Windows of `seq_len` predictions follow one another over the token stream, as in `spes-mega evaluate`;
+    the last may be shorter.
+    """
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    stream = torch.from_numpy(np.concatenate([dataset[i] for i in range(len(dataset))]).astype(np.int64))
+    whole = (len(stream) - 1) // seq_len
+    batches = [
+        torch.stack([stream[w * seq_len : (w + 1) * seq_len + 1] for w in range(start, stop)])
+        for start in range(0, whole, windows_at_once)
+        for stop in [min(start + windows_at_once, whole)]
+    ]
+    if len(stream) - 1 > whole * seq_len:
+        batches.append(stream[None, whole * seq_len :])
+    total = 0.0
+    with torch.inference_mode():
+        for batch in batches:
+            logits = model(batch[:, :-1]).logits.float()
+            labels = batch[:, 1:].reshape(-1)
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
+    return total / (len(stream) - 1)
+
+
+def sample(model: Any, tokenizer: Path, seed: int = 0, new_tokens: int = 80) -> str:
+    """Text that the model writes after a short prompt."""
+    import sentencepiece
+    import torch
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    torch.manual_seed(seed)
+    prompt = torch.tensor([pieces.encode(PROMPT)])
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=True, top_k=20
+    )
+    return str(pieces.decode(tokens[0].tolist()))
