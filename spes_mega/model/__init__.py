@@ -1,0 +1,26 @@
+"""The model: Megatron-Core's GPTModel, its experts partitioned by ownership, and the map of its weights.
+
+Importing this package imports torch and Megatron-Core.
+"""
+
+from spes_mega.model.cpu_support import prepare_megatron
+
+prepare_megatron()
+
+from spes_mega.model.gpt import build  # noqa: E402
+from spes_mega.model.loss import forward_logits, language_model_loss  # noqa: E402
+from spes_mega.model.parallel import ensure_parallel_state  # noqa: E402
+from spes_mega.model.partitioned_experts import reset_tokens_per_expert, tokens_per_expert  # noqa: E402
+from spes_mega.model.weight_map import WeightMap, export_weights, load_weights  # noqa: E402
+
+__all__ = [
+    "WeightMap",
+    "build",
+    "ensure_parallel_state",
+    "export_weights",
+    "forward_logits",
+    "language_model_loss",
+    "load_weights",
+    "reset_tokens_per_expert",
+    "tokens_per_expert",
+]

@@ -1,0 +1,35 @@
+"""What Megatron-Core lacks on a host without CUDA, or without Transformer Engine.
+
+The megatron-core releases 0.16.1 to 0.19.x take a GPU for granted in a few places. `prepare_megatron` closes
+those gaps; where CUDA and Transformer Engine exist it changes nothing. (The third gap, the all-to-all token
+dispatcher that makes CUDA streams, is avoided by configuration: see `config.py`.)
+"""
+
+import warnings
+
+import torch
+
+# Said once by Megatron for each optional package on import; neither is a fault of the user's.
+_EXPECTED_WARNINGS = ("Apex is not installed", "Transformer Engine")
+
+
+def prepare_megatron() -> None:
+    """Make Megatron-Core importable and usable on this host; may be called any number of times."""
+    if not torch.cuda.is_available():
+        _answer_current_device_with_cpu()
+    with warnings.catch_warnings():
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=f".*{message}")
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without Transformer Engine 0.16.1 leaves the name undefined, yet the router compares it with None.
+        moe_utils.te_general_gemm = None
+
+
+def _answer_current_device_with_cpu() -> None:
+    # Megatron-Core allocates on, and moves router weights to, whatever torch.cuda.current_device() answers.
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    torch.cuda.current_device = current_device  # type: ignore[assignment]
