@@ -1,0 +1,1 @@
+"""The SPES outer loop as pure functions of tensors: ownership, averaging, expert merging, codecs."""

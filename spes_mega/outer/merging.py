@@ -1,0 +1,67 @@
+"""The expert-merging warm-up (arXiv 2602.11543): early in training experts take from the experts most like them.
+
+Axes: E experts of a layer, R rows of an expert matrix, C its columns. Everything works on slices of rows, so
+that memory depends on the slice and not on the model.
+"""
+
+import torch
+from torch import Tensor
+
+Donors = tuple[tuple[int, ...], ...]
+SIMILARITY_MATRIX = "gate_proj"
+"""The matrix whose flattened values are compared (the gated FFN's input projection)."""
+
+
+def merge_alpha(step: int, *, alpha: float, merge_steps: int) -> float:
+    """Weight of the donors at `step`: alpha * (1 - step / merge_steps), and 0 from merge_steps on."""
+    return alpha * (1 - step / merge_steps) if step < merge_steps else 0.0
+
+
+def merge_due(previous_step: int, step: int, *, interval: int, merge_steps: int) -> bool:
+    """Whether a merge belongs between these steps: a multiple of interval lies in (previous_step, step]."""
+    return step < merge_steps and step // interval > previous_step // interval
+
+
+def new_gram(num_experts: int) -> Tensor:
+    """An empty Gram matrix, fp64 [E, E]."""
+    return torch.zeros(num_experts, num_experts, dtype=torch.float64)
+
+
+def add_to_gram(gram_EE: Tensor, rows_ERC: Tensor) -> None:
+    """Add the inner products of one slice of all experts' rows; slices may be of any size."""
+    flat = rows_ERC.reshape(rows_ERC.shape[0], -1).to(torch.float64)
+    gram_EE.addmm_(flat, flat.T)
+
+
+def cosine_similarity(gram_EE: Tensor) -> Tensor:
+    """Cosine similarity of all pairs from their inner products, fp64 [E, E]; 0 for an expert that is all zeros."""
+    norm_E = gram_EE.diagonal().sqrt()
+    scale_E = torch.where(norm_E > 0, 1 / norm_E, 0)
+    return gram_EE * scale_E[:, None] * scale_E[None, :]
+
+
+def choose_donors(similarity_EE: Tensor, count: int) -> Donors:
+    """The `count` most similar other experts of each expert, ascending; ties go to the lower number.
+
+    With fewer than count + 1 experts these are all the others, and with one expert nobody.
+    """
+    rows = similarity_EE.tolist()
+    return tuple(
+        tuple(sorted(sorted((e for e in range(len(rows)) if e != own), key=lambda e: (-row[e], e))[:count]))
+        for own, row in enumerate(rows)
+    )
+
+
+def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
+    """own + alpha * mean(donor - own) for one slice of all experts, from the values before any merge.
+
+    fp32 in and out. An expert that equals its donors, or has none, keeps its values exactly.
+    """
+    merged = rows_ERC.clone()
+    for own, others in enumerate(donors):
+        if others:
+            pull = torch.zeros_like(rows_ERC[own], dtype=torch.float64)
+            for donor in others:
+                pull.add_(rows_ERC[donor].to(torch.float64).sub_(rows_ERC[own]))
+            merged[own] = pull.mul_(alpha / len(others)).add_(rows_ERC[own])
+    return merged
