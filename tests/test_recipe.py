@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from spes_mega.errors import RecipeError
+from spes_mega.layout.counts import count_parameters
 from spes_mega.recipe import Recipe, load_recipe, parse_recipe
 
 MOE = {
@@ -109,3 +110,25 @@ def test_digest_ignores_what_may_differ_between_nodes_and_nothing_else():
         recipe({"init_std": 0.1}),
     ):
         assert other.digest() != base.digest()
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("tiny", None), ("2b", 1_989_000_000), ("7b", 7_300_000_000), ("9b", 9_300_000_000)]
+)
+def test_shipped_recipes_load_and_have_the_size_they_are_named_after(name, total):
+    loaded = load_recipe(CONFIGS / f"{name}.yaml")
+    if total is not None:
+        assert count_parameters(loaded.model).total == pytest.approx(total, rel=0.01)
+
+
+def test_counts_by_hand():
+    counts = count_parameters(recipe().model)
+    attention = 64 * (4 * 32) * 2 + 64 * (2 * 32) * 2 + 2 * 32
+    assert counts.expert == 3 * 64 * 32
+    assert counts.shared == 2 * 100 * 64 + 64 + 2 * (attention + 2 * 64 + 4 * 64)
+    assert counts.total == counts.shared + 2 * 4 * counts.expert
+    assert counts.active == counts.shared + 2 * 2 * counts.expert
+    assert counts.trainable(1) == counts.shared + 2 * counts.expert
