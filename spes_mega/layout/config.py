@@ -1,0 +1,194 @@
+"""config.json to ModelSection and back, in the spellings of transformers 4 and 5.
+
+Values are read, never guessed from shapes: a key may be left out only where the family declares what
+transformers then assumes.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout.families import FAMILIES, REQUIRED, Family, family_of
+from spes_mega.recipe import ModelSection, explain
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_PLAIN_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+# Kept when a checkpoint changes its family; within a family everything of the base is kept.
+_NEUTRAL_KEYS = ("attention_dropout", "use_cache", "output_router_logits", "router_aux_loss_coef")
+_STALE_KEYS = ("_name_or_path", "transformers_version", "auto_map", "num_local_experts", "num_experts")
+
+
+def parse_config(raw: dict[str, Any]) -> ModelSection:
+    """Read a config.json. Raises CheckpointError naming the key that is missing or not supported."""
+    family = family_of(raw)
+    _check_fixed(family, raw)
+    theta, scaling = _rope(family, raw)
+    fields: dict[str, Any] = {ours: _value(family, raw, theirs) for ours, theirs in _PLAIN_KEYS.items()}
+    fields |= {
+        "family": family.name,
+        "num_kv_heads": _value(family, raw, "num_key_value_heads") or fields["num_heads"],
+        "head_dim": _value(family, raw, "head_dim") or _even_share(fields["hidden_size"], fields["num_heads"]),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_embeddings": raw.get("tie_word_embeddings", False),
+        "init_std": raw.get("initializer_range", 0.02),
+    }
+    fields |= _moe_fields(family, raw, fields["num_layers"])
+    try:
+        return ModelSection.model_validate(fields)
+    except ValidationError as e:
+        raise CheckpointError("\n".join(explain("config.json", e, ModelSection))) from e
+
+
+def make_config(model: ModelSection, base: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json that stock transformers opens.
+
+    Args:
+        base: the config.json this model comes from. Within a family all its other keys are kept; from another
+            family the token ids and neutral keys are. None: no beginning- or end-of-text ids are claimed.
+        dtype: of most of the weights.
+    """
+    family = FAMILIES[model.family]
+    config = _kept(family, base)
+    config |= {theirs: getattr(model, ours) for ours, theirs in _PLAIN_KEYS.items()}
+    config |= {
+        "model_type": family.name,
+        "architectures": [family.architecture],
+        "hidden_act": "silu",
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+        "dtype": DTYPE_NAMES[dtype],
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "rope_theta": model.rope_theta,
+        "rope_scaling": model.rope_scaling,
+        "rope_parameters": {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta},
+    }
+    return dict(sorted((config | _family_keys(family, model)).items()))
+
+
+def differences(expected: ModelSection, found: ModelSection) -> list[str]:
+    """One line for each field in which two models differ so that one's weights don't fit the other's code.
+
+    Not compared: init_std and max_seq_len, which change no weight, and the dense width of a model that has no
+    dense layer.
+    """
+    lines = []
+    for name in ModelSection.model_fields:
+        a, b = getattr(expected, name), getattr(found, name)
+        unused = name == "ffn_hidden_size" and expected.is_moe and not expected.dense_layers
+        if a != b and name not in ("init_std", "max_seq_len") and not unused:
+            lines.append(f"{name}: {a} expected, {b} found")
+    return lines
+
+
+def _value(family: Family, raw: dict[str, Any], *keys: str) -> Any:
+    for key in keys:
+        if raw.get(key) is not None:
+            return raw[key]
+    default = family.defaults.get(keys[0], REQUIRED)
+    if default is REQUIRED:
+        raise CheckpointError(f"config.json: the key {keys[0]!r} is missing (a {family.name} model needs it)")
+    return default
+
+
+def _even_share(hidden_size: Any, num_heads: Any) -> int:
+    """What transformers takes as head_dim where a family lets config.json leave it out."""
+    if not (isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0):
+        raise CheckpointError("config.json: hidden_size and num_attention_heads must be positive whole numbers")
+    if hidden_size % num_heads:
+        raise CheckpointError(f"config.json: head_dim is missing, and {hidden_size} / {num_heads} is no whole number")
+    return hidden_size // num_heads
+
+
+def _check_fixed(family: Family, raw: dict[str, Any]) -> None:
+    rope = raw.get("rope_parameters") or {}
+    for key, wanted in family.fixed.items():
+        found = raw.get(key, rope.get(key))
+        if found is not None and found != wanted:
+            shown = "null" if wanted is None else wanted
+            raise CheckpointError(
+                f"config.json: {key} is {found!r}; of {family.name} models only those with {key} {shown} are supported"
+            )
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise CheckpointError("config.json: layer_types has layers other than full_attention, which are not supported")
+    if raw.get("quantization_config"):
+        raise CheckpointError("config.json: quantization_config is set; dequantize the checkpoint first")
+
+
+def _rope(family: Family, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and variant; the variant always with `rope_type`, and None when there is none."""
+    new, old = dict(raw.get("rope_parameters") or {}), dict(raw.get("rope_scaling") or {})
+    thetas = [t for t in (new.pop("rope_theta", None), old.pop("rope_theta", None), raw.get("rope_theta")) if t]
+    if any(theta != thetas[0] for theta in thetas):
+        raise CheckpointError(f"config.json: rope_theta is given as {' and as '.join(map(str, thetas))}")
+    variants = [variant for variant in map(_rope_variant, (new, old)) if variant is not None]
+    if len(variants) == 2 and variants[0] != variants[1]:
+        raise CheckpointError("config.json: rope_parameters and rope_scaling contradict each other")
+    theta = thetas[0] if thetas else _value(family, raw, "rope_theta")
+    return float(theta), variants[0] if variants else None
+
+
+def _rope_variant(rope: dict[str, Any]) -> dict[str, Any] | None:
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", kind) or "default"
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    if kind == "default":
+        if rope:
+            raise CheckpointError(f"config.json: the default RoPE has no {', '.join(sorted(rope))}")
+        return None
+    return {"rope_type": kind, **rope}
+
+
+def _moe_fields(family: Family, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    if not family.is_moe:
+        assert family.ffn_key is not None, "a dense family has dense layers"
+        return {"ffn_hidden_size": _value(family, raw, family.ffn_key)}
+    fields = {ours: _value(family, raw, *theirs) for ours, theirs in family.expert_keys.items()}
+    fields["norm_topk_prob"] = _value(family, raw, "norm_topk_prob")
+    if family.can_mix_dense and isinstance(num_layers, int):
+        step = raw.get("decoder_sparse_step") or 1
+        listed = raw.get("mlp_only_layers") or ()
+        dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
+        if dense:
+            assert family.ffn_key is not None, "can_mix_dense goes with a ffn_key"
+            fields |= {"dense_layers": dense, "ffn_hidden_size": _value(family, raw, family.ffn_key)}
+    return fields
+
+
+def _family_keys(family: Family, model: ModelSection) -> dict[str, Any]:
+    keys: dict[str, Any] = {key: value for key, value in family.fixed.items() if key != "partial_rotary_factor"}
+    if family.ffn_key is not None:
+        # An MoE model without dense layers has no such width; transformers wants a number all the same.
+        keys[family.ffn_key] = model.ffn_hidden_size or model.expert_hidden_size
+    for ours, theirs in family.expert_keys.items():
+        keys[theirs[0]] = getattr(model, ours)
+    if family.can_mix_dense:
+        keys |= {
+            "norm_topk_prob": model.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(model.dense_layers),
+        }
+    return keys
+
+
+def _kept(family: Family, base: dict[str, Any] | None) -> dict[str, Any]:
+    if base is None:
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    same = base.get("model_type") == family.name
+    return {
+        key: value
+        for key, value in base.items()
+        if key not in _STALE_KEYS and (same or key in _NEUTRAL_KEYS or key.endswith(("_token_id", "_token_ids")))
+    }

@@ -1,0 +1,78 @@
+"""Where a checkpoint's files are: a Hugging Face directory, one safetensors file, or a torch pickle."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spes_mega.errors import CheckpointError
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class Source(NamedTuple):
+    """`weight_map` maps tensor names to file names where an index file says so, else None."""
+
+    config: dict[str, Any]
+    files: list[Path]
+    weight_map: dict[str, str] | None
+
+
+def locate(src: Path, config: Path | None = None) -> Source:
+    """Find config.json and weight files. Raises CheckpointError naming what is missing."""
+    if src.is_dir():
+        files, index = _files_of_directory(src)
+        return Source(read_config(config or src / "config.json"), files, index)
+    if not src.is_file():
+        raise CheckpointError(f"{src}: no such file or directory")
+    if src.suffix != ".safetensors" and src.suffix not in TORCH_SUFFIXES:
+        known = ", ".join((".safetensors", *TORCH_SUFFIXES))
+        raise CheckpointError(f"{src}: not a checkpoint: a directory or one of {known} was expected")
+    return Source(read_config(config or src.parent / "config.json"), [src], None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json as it stands. Raises CheckpointError."""
+    raw = _read_json(path, "a model's config.json is needed beside its weights, or by --config")
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: a JSON object was expected")
+    return raw
+
+
+def _read_json(path: Path, why: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot read: {e.strerror} ({why})") from e
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: not valid JSON: {e}") from e
+
+
+def _files_of_directory(src: Path) -> tuple[list[Path], dict[str, str] | None]:
+    for index, single in (
+        ("model.safetensors.index.json", "model.safetensors"),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    ):
+        if (src / index).is_file():
+            return _files_of_index(src / index)
+        if (src / single).is_file():
+            return [src / single], None
+    found = sorted(src.glob("*.safetensors"))
+    if len(found) != 1:
+        shown = ", ".join(path.name for path in found[:3])
+        state = f"several safetensors files ({shown}, …) but no index" if found else "no weights"
+        raise CheckpointError(f"{src}: {state}: model.safetensors or model.safetensors.index.json was expected")
+    return found, None
+
+
+def _files_of_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+    raw = _read_json(path, "the index of a checkpoint in several files")
+    index = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise CheckpointError(f"{path}: weight_map was expected: tensor names -> file names")
+    names = sorted(set(index.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{path}: {name!r} is not a plain file name")
+        if not (path.parent / name).is_file():
+            raise CheckpointError(f"{path.parent / name}: this shard is missing ({path.name} lists it)")
+    return [path.parent / name for name in names], index

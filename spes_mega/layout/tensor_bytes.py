@@ -1,0 +1,42 @@
+"""Tensors to and from bytes of open files, by pread and pwrite: no mapping, no copy of more than one tensor."""
+
+import os
+
+import torch
+
+from spes_mega.errors import CheckpointError
+
+# Linux moves at most 2 GiB - 4 KiB in one call.
+_MAX_CALL_BYTES = 1 << 30
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable and without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_tensor(fd: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> torch.Tensor:
+    """Read a contiguous tensor at a byte offset. Raises CheckpointError naming `source` on a short read."""
+    tensor = torch.empty(shape, dtype=dtype)
+    view = bytes_of(tensor)
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done : done + _MAX_CALL_BYTES]], offset + done)
+        except OSError as e:
+            raise CheckpointError(f"{source}: cannot read: {e.strerror}") from e
+        if not count:
+            raise CheckpointError(f"{source}: truncated: ends {len(view) - done} bytes before a tensor does")
+        done += count
+    return tensor
+
+
+def write_tensor(fd: int, offset: int, tensor: torch.Tensor, target: str) -> None:
+    """Write a contiguous CPU tensor at a byte offset. Raises CheckpointError naming `target`, e.g. on a full disk."""
+    view = bytes_of(tensor)
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(fd, view[done : done + _MAX_CALL_BYTES], offset + done)
+        except OSError as e:
+            raise CheckpointError(f"{target}: cannot write: {e.strerror}") from e

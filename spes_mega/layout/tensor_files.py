@@ -1,0 +1,154 @@
+"""Files that hold tensors, opened for reading parts of single tensors: safetensors and torch pickles.
+
+Only names, shapes and places are held in memory. The old torch format (before 1.6, not a zip file) is the one
+exception: it can't be read in parts, so such a file is loaded as a whole.
+"""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout.safetensors_format import LENGTH_BYTES, byte_count, header_length, parse_header
+from spes_mega.layout.tensor_bytes import read_tensor
+
+_NESTED_UNDER = ("state_dict", "model", "module")
+
+
+class TensorInfo(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorFile(Protocol):
+    """An open file; `tensors` has names as the file has them."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start..stop (along the first axis) as a fresh contiguous tensor."""
+
+    def close(self) -> None: ...
+
+
+def open_tensor_file(path: Path) -> TensorFile:
+    """Open by suffix: .safetensors, or else a torch pickle. Raises CheckpointError."""
+    try:
+        return SafetensorsFile(path) if path.suffix == ".safetensors" else _open_torch(path)
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot open: {e.strerror or e}") from e
+
+
+class SafetensorsFile:
+    """One safetensors file. Its size must be exactly what its header says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        try:
+            length = header_length(os.pread(self._fd, LENGTH_BYTES, 0), str(path))
+            size = os.fstat(self._fd).st_size
+            if size < LENGTH_BYTES + length:
+                raise CheckpointError(f"{path}: truncated: {size} bytes, the header alone has {length}")
+            self._header = parse_header(os.pread(self._fd, length, LENGTH_BYTES), str(path))
+            if size != self._header.file_bytes:
+                state = "truncated" if size < self._header.file_bytes else "damaged"
+                raise CheckpointError(
+                    f"{path}: {state}: {size} bytes where its header asks for {self._header.file_bytes}"
+                )
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.tensors = {name: TensorInfo(spec.dtype, spec.shape) for name, spec in self._header.tensors.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        spec = self._header.tensors[name]
+        offset = self._header.data_start + spec.start
+        return _read_rows(self._fd, offset, self.tensors[name], start, stop, f"{self.path}: {name}")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class TorchZipFile:
+    """A torch.save file, of which the pickle is read through weights_only and tensors from their place in the zip."""
+
+    def __init__(self, path: Path, state: dict[str, torch.Tensor]) -> None:
+        """`state` holds fake tensors: shape, strides and, on their storages, the offset in the file."""
+        self.path = path
+        self._state = state
+        self._fd = os.open(path, os.O_RDONLY)
+        self.tensors = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        fake, source = self._state[name], f"{self.path}: {name}"
+        storage: Any = fake.untyped_storage()
+        if fake.is_contiguous():
+            offset = storage._checkpoint_offset + fake.storage_offset() * fake.dtype.itemsize
+            return _read_rows(self._fd, offset, self.tensors[name], start, stop, source)
+        count = storage.nbytes() // fake.dtype.itemsize
+        whole = read_tensor(self._fd, storage._checkpoint_offset, fake.dtype, (count,), source)
+        return whole.as_strided(fake.shape, fake.stride(), fake.storage_offset())[start:stop].contiguous()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LoadedFile:
+    """Tensors of an old torch file, all in memory."""
+
+    def __init__(self, path: Path, state: dict[str, torch.Tensor]) -> None:
+        self.path = path
+        self._state = state
+        self.tensors = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._state[name][start:stop].clone(memory_format=torch.contiguous_format)
+
+    def close(self) -> None:
+        self._state = {}
+
+
+def _read_rows(fd: int, offset: int, info: TensorInfo, start: int, stop: int, source: str) -> torch.Tensor:
+    skipped = byte_count(info.dtype, (start, *info.shape[1:]))
+    return read_tensor(fd, offset + skipped, info.dtype, (stop - start, *info.shape[1:]), source)
+
+
+def _open_torch(path: Path) -> TensorFile:
+    if not zipfile.is_zipfile(path):
+        return LoadedFile(path, _state_dict(path, _load(path)))
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import, and few runs need it
+
+    with FakeTensorMode():
+        loaded = _load(path)
+    return TorchZipFile(path, _state_dict(path, loaded))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as e:  # torch.load raises whatever the damage leads to
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"{path}: cannot be loaded with weights_only (damaged, or it holds more than tensors): {reason}"
+        ) from e
+
+
+def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
+    for key in _NESTED_UNDER:
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not loaded:
+        raise CheckpointError(f"{path}: a state dict was expected (tensor names -> tensors)")
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path}: {name}: a tensor was expected, found {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_quantized or not tensor.dim():
+            raise CheckpointError(f"{path}: {name}: a plain dense tensor with at least one axis was expected")
+    return {name: tensor.detach() for name, tensor in loaded.items()}

@@ -1,0 +1,257 @@
+"""Write a checkpoint directory: tensors or rows in any order, all or nothing."""
+
+import bisect
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout.config import make_config
+from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.names import expected_tensors
+from spes_mega.layout.safetensors_format import byte_count, pack_header
+from spes_mega.layout.tensor_bytes import write_tensor
+from spes_mega.recipe import ModelSection
+
+MAX_SHARD_BYTES = 4 * 2**30
+COMPANIONS = (
+    "tokenizer*",
+    "*.model",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files beside the weights that belong to the model: its tokenizer and how to generate with it."""
+
+DtypeOf = torch.dtype | Callable[[str], torch.dtype]
+
+
+class _Place(NamedTuple):
+    fd: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class CheckpointWriter:
+    """A context manager that fills a checkpoint under a temporary name beside `out` and renames it at the end.
+
+    Leaving the `with` block normally checks that every tensor was filled, writes config.json and the index,
+    and commits; leaving it by an exception removes everything. Writes of different rows may come from several
+    threads. Memory does not grow with the size of the model.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        model: ModelSection,
+        dtype: DtypeOf,
+        *,
+        base_config: dict[str, Any] | None = None,
+        copy_from: Path | None = None,
+        metadata: Mapping[str, str] | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        fsync: bool = True,
+    ) -> None:
+        """
+        Args:
+            out: the directory to make; it may exist if it is empty.
+            dtype: of all tensors at rest, or of each by its canonical name.
+            base_config: config.json of the model this one comes from (see `make_config`).
+            copy_from: a directory whose tokenizer and generation files are copied along.
+            metadata: for the header of each safetensors file.
+            max_shard_bytes: a shard takes at most these, except for a single larger tensor.
+            fsync: make the result durable before it gets its name.
+
+        Raises:
+            CheckpointError: `out` exists with something in it, or there is not enough space for it.
+        """
+        self._out = out
+        self._shapes = expected_tensors(model)
+        self._dtypes = {name: dtype(name) if callable(dtype) else dtype for name in self._shapes}
+        self._config = make_config(model, base_config, self._main_dtype())
+        self._to_disk = FAMILIES[model.family].to_disk
+        self._copy_from = copy_from
+        self._metadata = {"format": "pt", **(metadata or {})}
+        self._fsync = fsync
+        self._shards = self._split(max_shard_bytes)
+        self._texts: dict[str, str] = {}
+        self._places: dict[str, _Place] = {}
+        self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._shapes}
+        self._lock = threading.Lock()
+        self._check_room()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors at rest."""
+        return sum(self._bytes(name) for name in self._shapes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What `name` is stored as."""
+        return self._dtypes[name]
+
+    def __enter__(self) -> Self:
+        self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"
+        try:
+            self._partial.mkdir(parents=True)
+            for file, names in self._shards.items():
+                self._open_shard(file, names)
+        except BaseException as e:
+            self._discard()
+            if isinstance(e, OSError):
+                raise CheckpointError(f"{self._out}: cannot write: {e.strerror}") from e
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        except OSError as e:
+            raise CheckpointError(f"{self._out}: cannot write: {e.strerror}") from e
+        finally:
+            self._discard()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Store a whole tensor. Raises CheckpointError on a wrong name or shape, or an overflow in fp16."""
+        if name in self._shapes and tuple(tensor.shape) != self._shapes[name]:
+            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, expected {list(self._shapes[name])}")
+        self.write_rows(name, 0, tensor)
+
+    def write_rows(self, name: str, start: int, tensor: torch.Tensor) -> None:
+        """Store rows start.. of a tensor (along its first axis), cast to its dtype at rest."""
+        if name not in self._places:
+            raise CheckpointError(f"{name}: not a tensor of this model")
+        place, stop = self._places[name], start + tensor.shape[0]
+        if start < 0 or stop > place.shape[0] or tuple(tensor.shape[1:]) != place.shape[1:]:
+            raise CheckpointError(
+                f"{name}: rows {start}..{stop} of shape {list(tensor.shape)} do not fit into {list(place.shape)}"
+            )
+        stored = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous()
+        if place.dtype == torch.float16 and tensor.dtype != torch.float16 and not _is_finite(stored):
+            raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
+        write_tensor(place.fd, place.offset + byte_count(place.dtype, (start, *place.shape[1:])), stored, name)
+        with self._lock:
+            self._filled[name] = _merged(self._filled[name], (start, stop))
+
+    def write_text(self, file: str, text: str) -> None:
+        """Add a text file that appears together with the checkpoint."""
+        self._texts[file] = text
+
+    def _bytes(self, name: str) -> int:
+        return byte_count(self._dtypes[name], self._shapes[name])
+
+    def _main_dtype(self) -> torch.dtype:
+        sizes: dict[torch.dtype, int] = {}
+        for name, dtype in self._dtypes.items():
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(self._shapes[name])
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def _split(self, max_shard_bytes: int) -> dict[str, list[str]]:
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name in self._shapes:
+            if shards[-1] and size + self._bytes(name) > max_shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += self._bytes(name)
+        if len(shards) == 1:
+            return {"model.safetensors": shards[0]}
+        return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+    def _check_room(self) -> None:
+        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+            raise CheckpointError(f"{self._out}: exists already: remove it, or choose another name")
+        existing = next(parent for parent in self._out.resolve().parents if parent.exists())
+        free = shutil.disk_usage(existing).free
+        if free < self.total_bytes:
+            raise CheckpointError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
+
+    def _open_shard(self, file: str, names: list[str]) -> None:
+        header = pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
+        fd = os.open(self._partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        offset = len(header)
+        for name in names:
+            self._places[name] = _Place(fd, offset, self._dtypes[name], self._shapes[name])
+            offset += self._bytes(name)
+        os.truncate(fd, offset)
+        os.pwrite(fd, header, 0)
+
+    def _commit(self) -> None:
+        for name, filled in self._filled.items():
+            if filled != [(0, self._shapes[name][0])]:
+                raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
+        self._write_companions()
+        if self._fsync:
+            for fd in {place.fd for place in self._places.values()}:
+                os.fsync(fd)
+            for path in (*self._partial.iterdir(), self._partial):
+                _sync_path(path)
+        self._close_shards()
+        self._partial.rename(self._out)
+        if self._fsync:
+            _sync_path(self._out.parent)
+
+    def _write_companions(self) -> None:
+        if self._copy_from is not None and self._copy_from.is_dir():
+            for pattern in COMPANIONS:
+                for path in self._copy_from.glob(pattern):
+                    if path.is_file():
+                        shutil.copyfile(path, self._partial / path.name)
+        files = {"config.json": _json(self._config), **self._texts}
+        if len(self._shards) > 1:
+            weight_map = {self._to_disk(name): file for file, names in self._shards.items() for name in names}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            files["model.safetensors.index.json"] = _json(index)
+        for file, text in files.items():
+            (self._partial / file).write_text(text, encoding="utf-8")
+
+    def _close_shards(self) -> None:
+        for fd in {place.fd for place in self._places.values()}:
+            os.close(fd)
+        self._places = {}
+
+    def _discard(self) -> None:
+        self._close_shards()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _merged(intervals: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
+    """Sorted disjoint intervals with one more added; touching ones are joined."""
+    at = bisect.bisect_left(intervals, new)
+    out: list[tuple[int, int]] = []
+    for start, stop in [*intervals[:at], new, *intervals[at:]]:
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
