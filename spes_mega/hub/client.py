@@ -1,0 +1,210 @@
+"""The node's side of the hub.
+
+Weights go through a spool file in both directions: a push is gathered once and can then be sent again as often as
+the link needs, and a pull is applied only when all of it has come.
+"""
+
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, cast
+
+from torch import Tensor
+
+from spes_mega.errors import DeadlineError, HubRefusedError
+from spes_mega.hub.channel import Channel
+from spes_mega.hub.faults import PayloadError, StaleRoundError
+from spes_mega.hub.payload import ChunkSink, Shape, StoredPayload, file_chunks, write_payload
+from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
+from spes_mega.outer.codecs import FP32, codec_named
+from spes_mega.recipe import Recipe
+
+__all__ = ["HubClient", "HubRefusedError", "Joined", "PayloadError", "Pulled", "StaleRoundError"]
+CALL_DEADLINE_S = 30.0
+POLL_S = 20.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Where the run stands: `round` is the newest committed state, and the round that is open."""
+
+    round: int
+    num_rounds: int
+    pushed: bool
+    """The hub already holds this node's push for the open round (this process is a restart)."""
+
+    @property
+    def finished(self) -> bool:
+        return self.round >= self.num_rounds
+
+
+class Pulled:
+    """A complete state on its spool file: iterate over (name, fp32 tensor), or read by name. Close it when done."""
+
+    def __init__(self, round_: int, full: bool, payload: StoredPayload) -> None:
+        self.round = round_
+        self.full = full
+        """False: the experts that this node alone owns are left out, because it holds their newest values."""
+        self.shapes: dict[str, Shape] = payload.shapes
+        self._payload = payload
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, fp32. Raises KeyError if it was not sent."""
+        return self._payload.read(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def close(self) -> None:
+        """Free the spool file."""
+        self._payload.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class HubClient:
+    """One node's connection to the hub. All calls block, have deadlines, and retry what is transient.
+
+    Every method raises HubRefusedError (another recipe, token, protocol; a faulty push), DeadlineError (no answer in
+    time, or the hub gave up on nodes that it names) or StoreError (the hub's disk).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        node: int,
+        digest: str,
+        *,
+        token: str | None = None,
+        rpc_deadline_s: float = 600.0,
+        wait_deadline_s: float = 24 * 3600.0,
+        spool_dir: Path | None = None,
+    ) -> None:
+        """`spool_dir` needs room for one state of the model; default: the system's temporary directory."""
+        self._channel = Channel(address, token, rpc_deadline_s)
+        self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
+        self._wait_deadline_s = wait_deadline_s
+        self._spool_dir = spool_dir
+        self.address = address
+        self.node = node
+        self.bytes_up = 0
+        self.bytes_down = 0
+
+    @classmethod
+    def for_recipe(
+        cls, recipe: Recipe, address: str, node: int, *, token: str | None = None, spool_dir: Path | None = None
+    ) -> Self:
+        """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
+        spes = recipe.spes
+        return cls(
+            address,
+            node,
+            recipe.digest(),
+            token=token,
+            rpc_deadline_s=spes.rpc_deadline_s,
+            wait_deadline_s=spes.join_deadline_s + 2 * spes.round_deadline_s + spes.rpc_deadline_s,
+            spool_dir=spool_dir,
+        )
+
+    def join(self) -> Joined:
+        """Tell the hub that this node takes part; waits for a hub that is not up yet."""
+        reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), CALL_DEADLINE_S)
+        return Joined(reply.round, reply.num_rounds, reply.pushed)
+
+    def pull(self, have_round: int | None = None) -> Pulled:
+        """Download the newest committed state.
+
+        `have_round` is the round whose state the node trained from and still holds, with its own training on top:
+        if the hub averaged that training into the newest state, what the node alone owns is not sent again.
+        """
+        request = pb.PullRequest(caller=self._caller, have_round=have_round)
+        return self._channel.retrying(lambda: self._download(request))
+
+    def _download(self, request: pb.PullRequest) -> Pulled:
+        spool = self._spool()
+        try:
+            replies = self._channel.open("Pull", request, self._channel.deadline_s)
+            opening = next(replies).opening
+            sink = ChunkSink(spool, opening.total_bytes)
+            for reply in replies:
+                sink.take(reply.chunk)
+                self.bytes_down += len(reply.chunk.data)
+            sink.finish()
+            payload = StoredPayload(spool, codec_named(opening.codec), f"state of round {opening.round}")
+            return Pulled(opening.round, opening.full, payload)
+        except BaseException:
+            spool.close()
+            raise
+
+    def push(
+        self, round_: int, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]], tokens: int = 0
+    ) -> None:
+        """Send what this node trained in `round_` (the round of the state that it pulled).
+
+        `tensors` are taken once, in the order of `shapes`, in any floating dtype; `tokens` counts what the node trained
+        on in this round. Pushing the same values again is accepted.
+
+        Raises:
+            StaleRoundError: the round is closed; pull and go on.
+            HubRefusedError: names, shapes or values are not what the hub expects of this node.
+        """
+        with self._spool() as spool:
+            size = write_payload(spool, shapes, tensors, FP32, {TOKENS_KEY: str(tokens)})
+            opening = pb.PushOpening(caller=self._caller, round=round_, codec=FP32.name, total_bytes=size)
+            self._channel.retrying(lambda: self._upload(opening, spool))
+
+    def _upload(self, opening: pb.PushOpening, spool: BinaryIO) -> None:
+        self._channel.open("Push", self._push_requests(opening, spool), self._channel.deadline_s)
+
+    def _push_requests(self, opening: pb.PushOpening, spool: BinaryIO) -> Iterator[pb.PushRequest]:
+        yield pb.PushRequest(opening=opening)
+        for chunk in file_chunks(spool, opening.total_bytes):
+            self.bytes_up += len(chunk.data)
+            yield pb.PushRequest(chunk=chunk)
+
+    def wait_round(self, round_: int) -> int:
+        """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""
+        give_up = time.monotonic() + self._wait_deadline_s
+        request = pb.WaitRequest(caller=self._caller, round=round_, timeout_s=POLL_S)
+        while (newest := self._channel.call("WaitRound", request, POLL_S + CALL_DEADLINE_S).round) < round_:
+            if time.monotonic() > give_up:
+                raise DeadlineError(
+                    f"hub at {self.address}: round {round_} was not closed within {self._wait_deadline_s:g} s"
+                )
+        return cast(int, newest)
+
+    def leave(self) -> None:
+        """Tell the hub that this node takes no more part, so that nobody waits for it."""
+        self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), CALL_DEADLINE_S)
+
+    def status(self) -> dict[str, Any]:
+        """What the hub is doing; keys are those of `StatusReply` in hub.proto."""
+        return as_dict(self._channel.call("Status", pb.StatusRequest(), CALL_DEADLINE_S))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spool(self) -> BinaryIO:
+        return cast(BinaryIO, tempfile.TemporaryFile(dir=self._spool_dir, prefix="spes-mega-"))

@@ -1,0 +1,50 @@
+"""How an error travels from hub to node: a gRPC status with the message, and its kind in the trailing metadata."""
+
+from typing import NoReturn
+
+import grpc
+
+from spes_mega.errors import DeadlineError, HubRefusedError, SpesError, StoreError
+
+KIND_KEY = "spes-error-kind"
+MAX_MESSAGE = 2000  # gRPC bounds metadata to 8 KiB
+
+
+class StaleRoundError(HubRefusedError):
+    """A push came for a round that is closed: pull the newest one and go on from there."""
+
+
+class PayloadError(HubRefusedError):
+    """Weights arrived malformed: a bad checksum, a gap, or a size, name, shape or dtype that was not expected."""
+
+
+# The first class that an error is an instance of decides.
+_KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
+    "stale": (StaleRoundError, grpc.StatusCode.FAILED_PRECONDITION),
+    "payload": (PayloadError, grpc.StatusCode.INVALID_ARGUMENT),
+    "refused": (HubRefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    "deadline": (DeadlineError, grpc.StatusCode.ABORTED),
+    "store": (StoreError, grpc.StatusCode.ABORTED),
+    "error": (SpesError, grpc.StatusCode.ABORTED),
+}
+TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DATA_LOSS}
+
+
+def answer_with(context: grpc.ServicerContext, error: SpesError) -> NoReturn:
+    """End a call with `error`; raises."""
+    kind, code = next((kind, code) for kind, (cls, code) in _KINDS.items() if isinstance(error, cls))
+    context.set_trailing_metadata(((KIND_KEY, kind),))
+    context.abort(code, str(error)[:MAX_MESSAGE])
+    raise AssertionError("abort raises")
+
+
+def error_of(call: grpc.RpcError, address: str) -> SpesError:
+    """The error that a failed call stands for."""
+    kind = dict(call.trailing_metadata() or ()).get(KIND_KEY)
+    if kind in _KINDS:
+        return _KINDS[kind][0](call.details())
+    if call.code() == grpc.StatusCode.UNAUTHENTICATED:
+        return HubRefusedError(f"hub at {address}: {call.details()}")
+    if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"hub at {address}: a call was not done within its deadline (spes.rpc_deadline_s)")
+    return SpesError(f"hub at {address}: {call.code().name}: {call.details()}")

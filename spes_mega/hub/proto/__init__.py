@@ -1,0 +1,1 @@
+"""Generated from hub.proto by `make proto`; do not edit."""

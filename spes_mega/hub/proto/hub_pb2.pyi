@@ -1,0 +1,201 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Caller(_message.Message):
+    __slots__ = ("protocol", "node", "digest", "session")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    node: int
+    digest: str
+    session: str
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., digest: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("round", "num_rounds", "pushed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    num_rounds: int
+    pushed: bool
+    def __init__(self, round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., pushed: _Optional[bool] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "crc32", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    crc32: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., crc32: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PushOpening(_message.Message):
+    __slots__ = ("caller", "round", "codec", "total_bytes")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    round: int
+    codec: str
+    total_bytes: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("opening", "chunk")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    opening: PushOpening
+    chunk: Chunk
+    def __init__(self, opening: _Optional[_Union[PushOpening, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("repeated",)
+    REPEATED_FIELD_NUMBER: _ClassVar[int]
+    repeated: bool
+    def __init__(self, repeated: _Optional[bool] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("caller", "have_round")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    HAVE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    have_round: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., have_round: _Optional[int] = ...) -> None: ...
+
+class PullOpening(_message.Message):
+    __slots__ = ("round", "codec", "total_bytes", "full")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    codec: str
+    total_bytes: int
+    full: bool
+    def __init__(self, round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("opening", "chunk")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    opening: PullOpening
+    chunk: Chunk
+    def __init__(self, opening: _Optional[_Union[PullOpening, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class WaitRequest(_message.Message):
+    __slots__ = ("caller", "round", "timeout_s")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    round: int
+    timeout_s: float
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class WaitReply(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("node", "state", "last_pushed_round", "bytes_up", "bytes_down")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAST_PUSHED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    state: str
+    last_pushed_round: int
+    bytes_up: int
+    bytes_down: int
+    def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ...) -> None: ...
+
+class RoundStatus(_message.Message):
+    __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    step: int
+    nodes: _containers.RepeatedScalarFieldContainer[int]
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    tokens: int
+    merge_alpha: float
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., tokens: _Optional[int] = ..., merge_alpha: _Optional[float] = ...) -> None: ...
+
+class RejectionStatus(_message.Message):
+    __slots__ = ("node", "round", "reason")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    round: int
+    reason: str
+    def __init__(self, node: _Optional[int] = ..., round: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("name", "digest", "round", "num_rounds", "step", "steps", "merges", "waiting_for", "round_seconds", "nodes", "rounds", "rejected")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MERGES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    round: int
+    num_rounds: int
+    step: int
+    steps: int
+    merges: int
+    waiting_for: _containers.RepeatedScalarFieldContainer[int]
+    round_seconds: float
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundStatus]
+    rejected: _containers.RepeatedCompositeFieldContainer[RejectionStatus]
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., merges: _Optional[int] = ..., waiting_for: _Optional[_Iterable[int]] = ..., round_seconds: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[RejectionStatus, _Mapping]]] = ...) -> None: ...
