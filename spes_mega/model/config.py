@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spes_mega.errors import RecipeError
 from spes_mega.layout.names import expected_tensors
+from spes_mega.model.cpu_support import without_expected_warnings
 from spes_mega.recipe import ModelSection, Recipe, TrainSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,22 +27,23 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
         RecipeError: the model asks for something that is not built here (RoPE scaling, other qk-norms).
     """
     _refuse_unsupported(recipe.model)
-    return TransformerConfig(
+    settings = {
         **_shape(recipe.model),
         **_experts(recipe.model, recipe.train, te=te),
         **_kernels(device),
-        normalization="RMSNorm",
-        layernorm_epsilon=recipe.model.norm_eps,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=recipe.model.init_std,
-        perform_initialization=False,
-        params_dtype=DTYPES[recipe.train.dtype],
-        bf16=recipe.train.dtype == "bf16",
-    )
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": recipe.model.norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,
+        "params_dtype": DTYPES[recipe.train.dtype],
+        "bf16": recipe.train.dtype == "bf16",
+    }
+    with without_expected_warnings():
+        return TransformerConfig(**settings)
 
 
 def _refuse_unsupported(model: ModelSection) -> None:

@@ -5,26 +5,36 @@ those gaps; where CUDA and Transformer Engine exist it changes nothing. (The thi
 dispatcher that makes CUDA streams, is avoided by configuration: see `config.py`.)
 """
 
+import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-# Said once by Megatron for each optional package on import; neither is a fault of the user's.
-_EXPECTED_WARNINGS = ("Apex is not installed", "Transformer Engine")
+# What Megatron says of its optional packages on import, and of its own defaults; none is a fault of the user's.
+_EXPECTED_WARNINGS = ("Apex is not installed", "Transformer Engine", "full scope is deprecated")
 
 
 def prepare_megatron() -> None:
     """Make Megatron-Core importable and usable on this host; may be called any number of times."""
     if not torch.cuda.is_available():
         _answer_current_device_with_cpu()
+    with without_expected_warnings():
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without Transformer Engine 0.16.1 leaves the name undefined, yet the router compares it with None.
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_expected_warnings() -> Iterator[None]:
+    """Keep a node's console free of warnings that its user can do nothing about."""
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=f".*{message}")
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.transformer.moe.moe_utils as moe_utils
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # Without Transformer Engine 0.16.1 leaves the name undefined, yet the router compares it with None.
-        moe_utils.te_general_gemm = None
+        yield
 
 
 def _answer_current_device_with_cpu() -> None:

@@ -20,12 +20,11 @@ from spes_mega.model.attention import SDPAttention
 from spes_mega.model.config import transformer_config, use_transformer_engine
 from spes_mega.model.parallel import ensure_parallel_state
 from spes_mega.model.partitioned_experts import PartitionedExperts
+from spes_mega.model.router_losses import forget_router_losses
 from spes_mega.recipe import ModelSection, Recipe
 
 
-def build(
-    recipe: Recipe, owned: Iterable[int] | None = None, device: torch.device | str | None = None
-) -> GPTModel:
+def build(recipe: Recipe, owned: Iterable[int] | None = None, device: torch.device | str | None = None) -> GPTModel:
     """Build the recipe's model, dense or Mixture-of-Experts, with experts partitioned by ownership.
 
     All parameters are in `train.dtype` on `device` (default: the current CUDA device where there is one, else the
@@ -56,6 +55,7 @@ def build(
         )
     gpt.to(dtype=config.params_dtype, device=device)  # torch's own norms ignore params_dtype, routers the device
     _poison(gpt)
+    forget_router_losses()
     return gpt
 
 
@@ -89,9 +89,7 @@ def _final_norm(*, te: bool) -> Any:
     return TENorm
 
 
-def _layer_spec(
-    config: TransformerConfig, num_experts: int | None, owned: Collection[int], *, te: bool
-) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, num_experts: int | None, owned: Collection[int], *, te: bool) -> ModuleSpec:
     if te:
         make = get_gpt_layer_with_transformer_engine_spec
     else:

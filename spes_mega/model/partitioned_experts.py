@@ -96,7 +96,7 @@ class PartitionedExperts(MegatronModule):
         """Delayed weight gradients, as Megatron's MoE layer asks for them; frozen groups have none."""
         for run, group in zip(self.runs, self.groups, strict=True):
             if run.owned:
-                group.backward_dw()
+                group.backward_dw()  # type: ignore[operator]
 
 
 def partitioned_experts(model: nn.Module) -> Iterator[PartitionedExperts]:

@@ -53,17 +53,13 @@ def _expert_rule(linear: str, matrices: tuple[str, ...], fusion: fused.Fusion = 
 
 RULES = (
     Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
-    _layer_rule(
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), ("input_layernorm.weight",)
-    ),
+    _layer_rule(("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), ("input_layernorm.weight",)),
     _qkv_rule("weight"),
     _qkv_rule("bias"),
     _layer_rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     _layer_rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
     _layer_rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",)),
-    _layer_rule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), ("post_attention_layernorm.weight",)
-    ),
+    _layer_rule(("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), ("post_attention_layernorm.weight",)),
     _layer_rule(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), fused.gated),
     _layer_rule(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",)),
     _layer_rule(("mlp.router.weight",), ("mlp.gate.weight",)),
