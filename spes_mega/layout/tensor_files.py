@@ -120,12 +120,12 @@ def _read_rows(fd: int, offset: int, info: TensorInfo, start: int, stop: int, so
 
 def _open_torch(path: Path) -> TensorFile:
     if not zipfile.is_zipfile(path):
-        return LoadedFile(path, _state_dict(path, _load(path)))
+        return LoadedFile(path, state_dict_in(path, _load(path)))
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import, and few runs need it
 
     with FakeTensorMode():
         loaded = _load(path)
-    return TorchZipFile(path, _state_dict(path, loaded))
+    return TorchZipFile(path, state_dict_in(path, loaded))
 
 
 def _load(path: Path) -> Any:
@@ -140,7 +140,8 @@ def _load(path: Path) -> Any:
         ) from e
 
 
-def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
+def state_dict_in(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
+    """The plain tensors of a loaded torch file, also one level down. Raises CheckpointError on anything else."""
     for key in _NESTED_UNDER:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

@@ -24,13 +24,18 @@ from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
 COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab.*",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
-    "chat_template*",
+    "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
 """Files beside the weights that belong to the model: its tokenizer and how to generate with it."""
@@ -88,6 +93,7 @@ class CheckpointWriter:
         self._fsync = fsync
         self._shards = self._split(max_shard_bytes)
         self._texts: dict[str, str] = {}
+        self._fds: list[int] = []
         self._places: dict[str, _Place] = {}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._shapes}
         self._lock = threading.Lock()
@@ -183,6 +189,7 @@ class CheckpointWriter:
     def _open_shard(self, file: str, names: list[str]) -> None:
         header = pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
         fd = os.open(self._partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fds.append(fd)
         offset = len(header)
         for name in names:
             self._places[name] = _Place(fd, offset, self._dtypes[name], self._shapes[name])
@@ -196,7 +203,7 @@ class CheckpointWriter:
                 raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
         self._write_companions()
         if self._fsync:
-            for fd in {place.fd for place in self._places.values()}:
+            for fd in self._fds:
                 os.fsync(fd)
             for path in (*self._partial.iterdir(), self._partial):
                 _sync_path(path)
@@ -206,11 +213,10 @@ class CheckpointWriter:
             _sync_path(self._out.parent)
 
     def _write_companions(self) -> None:
-        if self._copy_from is not None and self._copy_from.is_dir():
-            for pattern in COMPANIONS:
-                for path in self._copy_from.glob(pattern):
-                    if path.is_file():
-                        shutil.copyfile(path, self._partial / path.name)
+        if self._copy_from is not None:
+            for name in COMPANIONS:
+                if (self._copy_from / name).is_file():
+                    shutil.copyfile(self._copy_from / name, self._partial / name)
         files = {"config.json": _json(self._config), **self._texts}
         if len(self._shards) > 1:
             weight_map = {self._to_disk(name): file for file, names in self._shards.items() for name in names}
@@ -220,9 +226,9 @@ class CheckpointWriter:
             (self._partial / file).write_text(text, encoding="utf-8")
 
     def _close_shards(self) -> None:
-        for fd in {place.fd for place in self._places.values()}:
+        for fd in self._fds:
             os.close(fd)
-        self._places = {}
+        self._fds, self._places = [], {}
 
     def _discard(self) -> None:
         self._close_shards()

@@ -1,0 +1,1 @@
+"""Dense checkpoints to Mixture-of-Experts checkpoints."""
