@@ -1,0 +1,54 @@
+"""Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream.
+
+Not imported by the package itself: hub and upcycling need no Megatron-Core.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from spes_mega.errors import DataError
+
+Tokens = npt.NDArray[np.int64]
+
+
+class TokenStream:
+    """All documents of an indexed dataset, one after the other."""
+
+    def __init__(self, prefix: Path) -> None:
+        """Raises DataError: there is no dataset at `prefix`, or its two files do not belong together."""
+        self.prefix = prefix
+        for suffix in (".idx", ".bin"):
+            if not Path(f"{prefix}{suffix}").is_file():
+                raise DataError(f"{prefix}{suffix}: no such file; `spes-mega tokenize` writes indexed datasets")
+        try:
+            self._dataset = IndexedDataset(str(prefix))
+        except (AssertionError, ValueError, KeyError) as e:
+            raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
+        index = self._dataset.index
+        self._dtype = np.dtype(index.dtype)
+        self.num_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
+        size = Path(f"{prefix}.bin").stat().st_size
+        if size != self.num_tokens * self._dtype.itemsize:
+            raise DataError(
+                f"{prefix}.bin: {size} bytes, but its index speaks of {self.num_tokens} tokens of "
+                f"{self._dtype.itemsize} bytes: copied incompletely?"
+            )
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Tokens start..start+count-1, int64 [count]."""
+        reader = self._dataset.bin_reader
+        raw = reader.read(dtype=self._dtype.type, count=count, offset=start * self._dtype.itemsize)
+        return np.asarray(raw, dtype=np.int64)
+
+    def read_below(self, start: int, count: int, vocab_size: int) -> Tokens:
+        """As `read`. Raises DataError: a token id is not below the model's `vocab_size`."""
+        tokens = self.read(start, count)
+        if count and (largest := int(tokens.max())) >= vocab_size:
+            raise DataError(
+                f"{self.prefix}: token id {largest} is outside model.vocab_size {vocab_size}: "
+                "tokenized with another tokenizer?"
+            )
+        return tokens
