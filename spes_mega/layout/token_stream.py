@@ -1,13 +1,9 @@
-"""Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream.
-
-Not imported by the package itself: hub and upcycling need no Megatron-Core.
-"""
+"""Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream."""
 
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from spes_mega.errors import DataError
 
@@ -19,6 +15,8 @@ class TokenStream:
 
     def __init__(self, prefix: Path) -> None:
         """Raises DataError: there is no dataset at `prefix`, or its two files do not belong together."""
+        from megatron.core.datasets.indexed_dataset import IndexedDataset  # slow to import: on use alone
+
         self.prefix = prefix
         for suffix in (".idx", ".bin"):
             if not Path(f"{prefix}{suffix}").is_file():

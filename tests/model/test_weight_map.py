@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -135,3 +137,19 @@ def test_qkv_is_interleaved_by_group_for_weights_and_biases():
         assert query.reshape(4, -1)[:, 0].tolist() == [0, 1, 4, 5]
         assert key.reshape(2, -1)[:, 0].tolist() == [2, 6]
         assert value.reshape(2, -1)[:, 0].tolist() == [3, 7]
+
+
+def test_loading_holds_one_source_tensor_at_a_time():
+    model = MODELS["moe"]
+    weights, alive = tiny.random_weights(model), []
+
+    def read(name):
+        assert [ref for ref in alive if ref() is not None] == []
+        tensor = weights[name].clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    gpt = build(tiny.recipe(model))
+    memory = {name: parameter.data_ptr() for name, parameter in gpt.named_parameters()}
+    load_weights(gpt, model, read)
+    assert {name: parameter.data_ptr() for name, parameter in gpt.named_parameters()} == memory
