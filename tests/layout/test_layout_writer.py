@@ -1,0 +1,159 @@
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout import EMBEDDING, FINAL_NORM, CheckpointWriter, open_checkpoint
+
+OPEN_FILES = Path("/proc/self/fd")
+
+
+def test_rows_in_any_order_from_several_threads(section, make_checkpoint, tmp_path):
+    path, tensors = make_checkpoint(section("qwen3_moe"))
+    pieces = [(n, row) for n, t in tensors.items() for row in range(0, t.shape[0], 5)]
+    random.Random(1).shuffle(pieces)
+    out = tmp_path / "rows"
+    with CheckpointWriter(out, section("qwen3_moe"), torch.float32, max_shard_bytes=9_000) as writer:
+
+        def work(part):
+            for name, row in part:
+                writer.write_rows(name, row, tensors[name][row : row + 5])
+
+        threads = [threading.Thread(target=work, args=(pieces[k::3],)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with open_checkpoint(out) as written:
+        assert all(torch.equal(written.read(name), tensor) for name, tensor in tensors.items())
+    assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
+
+
+def test_shards_keep_to_their_size_and_the_index_is_complete(section, make_checkpoint):
+    path, tensors = make_checkpoint(section("mixtral"), max_shard_bytes=9_000)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    sizes = {}
+    for file in path.glob("*.safetensors"):
+        held = load_file(file)
+        sizes[file.name] = sum(t.nbytes for t in held.values())
+        assert len(held) == 1 or sizes[file.name] <= 9_000
+        assert dict.fromkeys(held, file.name).items() <= index["weight_map"].items()
+    assert len(index["weight_map"]) == len(tensors)
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+
+
+def test_dtype_may_differ_by_name(section, make_checkpoint, tmp_path):
+    model = section("llama")
+    _, tensors = make_checkpoint(model)
+    kind = lambda name: torch.float32 if name.endswith("norm.weight") else torch.bfloat16  # noqa: E731
+    with CheckpointWriter(tmp_path / "mixed", model, kind) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    with open_checkpoint(tmp_path / "mixed") as mixed:
+        assert mixed.config["dtype"] == "bfloat16"
+        for name, tensor in tensors.items():
+            assert torch.equal(mixed.read(name), tensor.to(kind(name)))
+
+
+def write_all_but(left_out, tensors, out, model):
+    """With nothing left out, the last row of the final norm is."""
+    with CheckpointWriter(out, model, torch.float32) as writer:
+        for name, tensor in tensors.items():
+            if name == FINAL_NORM and not left_out:
+                writer.write_rows(name, 0, tensor[:31])
+            elif name not in left_out:
+                writer.write(name, tensor)
+
+
+def test_an_incomplete_checkpoint_is_never_seen(section, make_checkpoint, tmp_path):
+    model = section("llama")
+    _, tensors = make_checkpoint(model)
+    before = set(tmp_path.iterdir())
+    cases = [({EMBEDDING}, EMBEDDING + " was not filled completely .rows none"), (set(), FINAL_NORM + " .*0, 31")]
+    for left_out, said in cases:
+        with pytest.raises(CheckpointError, match=said):
+            write_all_but(left_out, tensors, tmp_path / "out", model)
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", model, torch.float32):
+        raise KeyboardInterrupt
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_no_file_stays_open_after_a_failure(section, tmp_path):
+    before = len(list(OPEN_FILES.iterdir()))
+    for _ in range(3):
+        with pytest.raises(RuntimeError), CheckpointWriter(tmp_path / "out", section("llama"), torch.float32):
+            raise RuntimeError
+    assert len(list(OPEN_FILES.iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "shape", "said"),
+    [
+        ("ghost", 0, (1,), "ghost: not a tensor of this model"),
+        (EMBEDDING, 100, (4, 32), "rows 100..104"),
+        (EMBEDDING, -1, (4, 32), "rows -1..3"),
+        (EMBEDDING, 0, (4, 31), "do not fit"),
+    ],
+)
+def test_wrong_rows_are_refused(section, tmp_path, name, start, shape, said):
+    with (
+        pytest.raises(CheckpointError, match=said),
+        CheckpointWriter(tmp_path / "out", section("llama"), torch.float32) as writer,
+    ):
+        writer.write_rows(name, start, torch.zeros(shape))
+
+
+def test_a_part_is_not_taken_for_a_whole(section, tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"shape \[4, 32\], expected \[103, 32\]"),
+        CheckpointWriter(tmp_path / "out", section("llama"), torch.float32) as writer,
+    ):
+        writer.write(EMBEDDING, torch.zeros(4, 32))
+
+
+def test_overflow_in_fp16_is_refused(section, tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"model.norm.weight: has values too large for fp16"),
+        CheckpointWriter(tmp_path / "out", section("llama"), torch.float16) as writer,
+    ):
+        writer.write(FINAL_NORM, torch.full((32,), 1e6))
+
+
+def test_an_existing_directory_is_kept(section, make_checkpoint, tmp_path):
+    path, tensors = make_checkpoint(section("llama"))
+    with pytest.raises(CheckpointError, match="exists already"):
+        CheckpointWriter(path, section("llama"), torch.float32)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="exists already"):
+        CheckpointWriter(tmp_path / "file", section("llama"), torch.float32)
+    (tmp_path / "empty").mkdir()
+    make_checkpoint(section("llama"), "empty")
+    with open_checkpoint(tmp_path / "empty") as written:
+        assert torch.equal(written.read(EMBEDDING), tensors[EMBEDDING])
+
+
+def test_too_little_space_is_found_before_anything_is_written(section, tmp_path):
+    with pytest.raises(CheckpointError, match="bytes of disk space"):
+        CheckpointWriter(tmp_path / "out", section("llama", vocab_size=2**50), torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_companions_and_texts_come_along(section, make_checkpoint, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json", "notes.txt"):
+        (source / name).write_text(name)
+    model = section("llama")
+    _, tensors = make_checkpoint(model)
+    with CheckpointWriter(tmp_path / "out", model, torch.float32, copy_from=source) as writer:
+        writer.write_text("extra.json", "{}")
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "tokenizer.json", "tokenizer.model", "generation_config.json", "extra.json", "config.json", "model.safetensors",
+    }  # fmt: skip
