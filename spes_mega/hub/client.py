@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self, cast
 from torch import Tensor
 
 from spes_mega.errors import DeadlineError, HubRefusedError
+from spes_mega.hub.access import TOKEN_VARIABLE, read_token
 from spes_mega.hub.channel import Channel
 from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.payload import ChunkSink, Shape, StoredPayload, file_chunks, write_payload
@@ -24,7 +25,16 @@ from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
 from spes_mega.outer.codecs import FP32, codec_named
 from spes_mega.recipe import Recipe
 
-__all__ = ["HubClient", "HubRefusedError", "Joined", "PayloadError", "Pulled", "StaleRoundError"]
+__all__ = [
+    "TOKEN_VARIABLE",
+    "HubClient",
+    "HubRefusedError",
+    "Joined",
+    "PayloadError",
+    "Pulled",
+    "StaleRoundError",
+    "read_token",
+]
 CALL_DEADLINE_S = 30.0
 POLL_S = 20.0
 
@@ -159,7 +169,7 @@ class HubClient:
         on in this round. Pushing the same values again is accepted.
 
         Raises:
-            StaleRoundError: the round is closed; pull and go on.
+            StaleRoundError: the round is closed: `wait_round(round_ + 1)`, pull, and go on.
             HubRefusedError: names, shapes or values are not what the hub expects of this node.
         """
         with self._spool() as spool:

@@ -151,11 +151,11 @@ class StoredPayload:
             raise PayloadError(str(e)) from e
 
     @classmethod
-    def open(cls, path: Path, codec: Codec, source: str) -> "StoredPayload":
+    def open(cls, path: Path, codec: Codec, source: str, max_header: int | None = None) -> "StoredPayload":
         """Open the payload in a file."""
         file = path.open("rb")
         try:
-            return cls(file, codec, source)
+            return cls(file, codec, source, max_header)
         except BaseException:
             file.close()
             raise

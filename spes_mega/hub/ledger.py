@@ -1,0 +1,117 @@
+"""What the hub remembers of a run beside the weights; stored with each committed state."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+KEPT = 20
+"""Rounds that are remembered."""
+KEPT_REJECTIONS = 100
+MAX_REASON = 500
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One closed round; `round` is the number of the state that it gave, and round 0 is the initial state."""
+
+    round: int
+    step: int
+    nodes: tuple[int, ...] = ()
+    seconds: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    tokens: int = 0
+    merge_alpha: float | None = None
+
+    @property
+    def merged(self) -> bool:
+        return self.merge_alpha is not None
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A push that was refused or broke off."""
+
+    node: int
+    round: int
+    reason: str
+
+
+@dataclass
+class NodeTraffic:
+    """Payload bytes of one node since the run began."""
+
+    last_pushed_round: int | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass
+class Ledger:
+    """Traffic of each node, the last rounds and rejections, merges so far. Safe to use from several threads."""
+
+    nodes: dict[int, NodeTraffic]
+    rounds: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
+    rejected: deque[Rejection] = field(default_factory=lambda: deque(maxlen=KEPT_REJECTIONS))
+    merges: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _round_up: int = 0
+    _round_down: int = 0
+
+    @classmethod
+    def empty(cls, num_nodes: int) -> Self:
+        """The ledger of a run that has only its initial state."""
+        ledger = cls({node: NodeTraffic() for node in range(num_nodes)})
+        ledger.rounds.append(RoundRecord(round=0, step=0))
+        return ledger
+
+    def count_up(self, node: int, count: int) -> None:
+        with self._lock:
+            self.nodes[node].bytes_up += count
+            self._round_up += count
+
+    def count_down(self, node: int, count: int) -> None:
+        with self._lock:
+            self.nodes[node].bytes_down += count
+            self._round_down += count
+
+    def pushed(self, node: int, round_: int) -> None:
+        with self._lock:
+            self.nodes[node].last_pushed_round = round_
+
+    def reject(self, node: int, round_: int, reason: str) -> None:
+        with self._lock:
+            self.rejected.append(Rejection(node, round_, reason[:MAX_REASON]))
+
+    def close_round(
+        self, round_: int, step: int, nodes: Iterable[int], seconds: float, tokens: int, merge_alpha: float | None
+    ) -> RoundRecord:
+        """Append the record of a round, with the bytes moved since the last one."""
+        with self._lock:
+            record = RoundRecord(
+                round_, step, tuple(nodes), seconds, self._round_up, self._round_down, tokens, merge_alpha
+            )
+            self._round_up = self._round_down = 0
+            self.rounds.append(record)
+            self.merges += record.merged
+            return record
+
+    def as_json(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "nodes": [asdict(traffic) for _, traffic in sorted(self.nodes.items())],
+                "rounds": [asdict(record) for record in self.rounds],
+                "rejected": [asdict(rejection) for rejection in self.rejected],
+                "merges": self.merges,
+            }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError on anything that `as_json` did not write."""
+        ledger = cls({node: NodeTraffic(**traffic) for node, traffic in enumerate(raw["nodes"])})
+        ledger.rounds.extend(RoundRecord(**{**record, "nodes": tuple(record["nodes"])}) for record in raw["rounds"])
+        ledger.rejected.extend(Rejection(**rejection) for rejection in raw["rejected"])
+        ledger.merges = int(raw["merges"])
+        return ledger

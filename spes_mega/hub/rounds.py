@@ -1,0 +1,256 @@
+"""Which round is open, who takes part in it, and when it closes. No I/O; the clock is given."""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from spes_mega.errors import DeadlineError, HubRefusedError, SpesError
+from spes_mega.hub.faults import StaleRoundError
+from spes_mega.recipe import SpesSection
+
+POLL_S = 0.2
+"""How often the hub looks for a deadline or a request to stop, at the least."""
+
+
+class Presence(Enum):
+    """What the hub knows of a node."""
+
+    NEVER_JOINED = "never joined"
+    JOINED = "joined"
+    MISSED = "missed a round"  # not waited for until it is heard of again
+    LEFT = "left"
+
+
+class Stopped(Exception):
+    """The hub was asked to stop."""
+
+
+@dataclass
+class Member:
+    presence: Presence = Presence.NEVER_JOINED
+    session: str | None = None
+
+
+class Rounds:
+    """The state machine of a run. All methods may be called from any thread."""
+
+    def __init__(
+        self, spes: SpesSection, round_: int, pushed: Collection[int] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`round_` is the newest committed state and the open round; `pushed` are nodes whose push is stored."""
+        self._spes = spes
+        self._min_nodes = spes.min_nodes or spes.num_nodes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._members = {node: Member() for node in range(spes.num_nodes)}
+        self._round = round_
+        self._pushed = set(pushed)
+        self._closing = False
+        self._stopping = False
+        self._failure: SpesError | None = None
+        self._join_deadline = clock() + spes.join_deadline_s
+        self._opened: float | None = None  # the round's clock starts when the nodes are there
+
+    # what nodes do
+
+    def join(self, node: int, session: str) -> None:
+        """A node's process begins; it takes over the node's number from an older process."""
+        with self._changed:
+            self._check_alive()
+            self._members[node] = Member(Presence.JOINED, session)
+            self._changed.notify_all()
+
+    def heard(self, node: int, session: str) -> None:
+        """A node called. After a restart of the hub, this makes it known again.
+
+        Raises:
+            HubRefusedError: another process has joined under this number since.
+        """
+        with self._changed:
+            self._check_alive()
+            member = self._members[node]
+            if member.session not in (None, session):
+                raise HubRefusedError(f"another process has joined as node {node}; this one no longer takes part")
+            if member.presence is not Presence.JOINED:
+                self._members[node] = Member(Presence.JOINED, session)
+                self._changed.notify_all()
+
+    def leave(self, node: int, session: str) -> None:
+        """A node takes no more part. What it has pushed counts."""
+        with self._changed:
+            if self._members[node].session in (None, session):
+                self._members[node] = Member(Presence.LEFT, session)
+                self._changed.notify_all()
+
+    def check_open(self, round_: int) -> None:
+        """Raises StaleRoundError if `round_` is closed or being closed, HubRefusedError if it is not open yet."""
+        with self._changed:
+            self._check_alive()
+            if round_ < self._round or (round_ == self._round and self._closing):
+                raise StaleRoundError(
+                    f"round {round_} is closed: wait for round {max(self._round, round_ + 1)}, pull it, and go on"
+                )
+            if round_ > self._round:
+                raise HubRefusedError(f"round {round_} is not open yet: the open round is {self._round}")
+
+    def commit_push(self, node: int, round_: int, rename: Callable[[], object]) -> None:
+        """Make a checked push part of the open round by `rename`, so that no close comes in between.
+
+        Raises what `check_open` raises.
+        """
+        with self._changed:
+            self.check_open(round_)
+            rename()
+            self._pushed.add(node)
+            self._changed.notify_all()
+
+    def wait_round(self, round_: int, timeout_s: float) -> int:
+        """Wait until the state of `round_` is committed or the time is over; returns the newest committed round.
+
+        Raises:
+            DeadlineError, StoreError, …: the hub has failed, with the reason.
+            Stopped: the hub is stopping.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._round >= round_ or self._failure or self._stopping, timeout_s)
+            if self._round < round_:
+                self._check_alive()
+            return self._round
+
+    # what the hub does
+
+    def await_close(self) -> tuple[int, tuple[int, ...]]:
+        """Wait until the open round may close, and close it to further pushes: (round, nodes that pushed).
+
+        Raises:
+            DeadlineError: nodes did not come in time; they are named.
+            Stopped: `stop` was called.
+        """
+        with self._changed:
+            while not self._may_close():
+                if self._stopping:
+                    raise Stopped
+                self._changed.wait(POLL_S)
+            self._closing = True
+            for node in self._awaited():
+                self._members[node].presence = Presence.MISSED
+            return self._round, tuple(sorted(self._pushed))
+
+    def committed(self, round_: int) -> None:
+        """The state of `round_` is on the disk: it becomes the open round, and waiting nodes are told."""
+        with self._changed:
+            self._round = round_
+            self._pushed = set()
+            self._closing = False
+            self._opened = self._clock()
+            self._changed.notify_all()
+
+    def wait_all_left(self, timeout_s: float) -> list[int]:
+        """Wait until no node takes part any more; returns those that still do when the time is over."""
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while (staying := self._with(Presence.JOINED)) and not self._stopping and self._clock() < deadline:
+                self._changed.wait(POLL_S)
+            return staying
+
+    def fail(self, error: SpesError) -> None:
+        """Tell every node that calls from now on, and those that wait, why the run ended."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ask the hub to stop. Takes no lock, so that a signal handler may call it."""
+        self._stopping = True
+
+    def wake(self) -> None:
+        """Let everyone who waits see that the hub is stopping."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def check_running(self) -> None:
+        """Raises Stopped after `stop`."""
+        if self._stopping:
+            raise Stopped
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    # what status shows
+
+    def presence(self) -> dict[int, Presence]:
+        with self._changed:
+            return {node: member.presence for node, member in self._members.items()}
+
+    def waiting_for(self) -> list[int]:
+        """Nodes whose push the open round lacks."""
+        with self._changed:
+            return sorted(set(self._members) - self._pushed)
+
+    def has_pushed(self, node: int) -> bool:
+        with self._changed:
+            return node in self._pushed
+
+    @property
+    def round(self) -> int:
+        return self._round
+
+    def open_seconds(self) -> float:
+        """How long the open round has been open, once the nodes were there."""
+        return 0.0 if self._opened is None else self._clock() - self._opened
+
+    # the rules
+
+    def _with(self, presence: Presence) -> list[int]:
+        return [node for node, member in self._members.items() if member.presence is presence]
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self._stopping:
+            raise Stopped
+
+    def _awaited(self) -> list[int]:
+        """Nodes that the round waits for: those that take part, and until the join deadline those yet to come."""
+        awaited = self._with(Presence.JOINED)
+        if self._opened is None:
+            awaited += self._with(Presence.NEVER_JOINED)
+        return sorted(set(awaited) - self._pushed)
+
+    def _may_close(self) -> bool:
+        now = self._clock()
+        self._start_clock(now)
+        enough = len(self._pushed) >= self._min_nodes
+        if enough and not self._awaited():
+            return True
+        if self._opened is None or now < self._opened + self._spes.round_deadline_s:
+            return False
+        if enough:
+            return True
+        raise DeadlineError(
+            f"round {self._round}: {_nodes(sorted(set(self._members) - self._pushed))} did not push within "
+            f"{self._spes.round_deadline_s:g} s (spes.round_deadline_s); {len(self._pushed)} of the "
+            f"{self._min_nodes} pushes needed (spes.min_nodes) came. Nothing is lost: start the hub again on the "
+            f"same --state"
+        )
+
+    def _start_clock(self, now: float) -> None:
+        if self._opened is not None:
+            return
+        absent = [node for node in self._with(Presence.NEVER_JOINED) if node not in self._pushed]
+        if not absent:
+            self._opened = now
+        elif now >= self._join_deadline:
+            if len(self._members) - len(absent) < self._min_nodes:
+                raise DeadlineError(
+                    f"{_nodes(absent)} did not join within {self._spes.join_deadline_s:g} s (spes.join_deadline_s); "
+                    f"{self._min_nodes} of {len(self._members)} nodes are needed (spes.min_nodes)"
+                )
+            self._opened = now
+
+
+def _nodes(numbers: list[int]) -> str:
+    return f"node{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

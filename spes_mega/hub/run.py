@@ -1,0 +1,165 @@
+"""A run as the hub sees it: the global state, the open round, and how one leads to the next."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
+from spes_mega.hub.console import Console
+from spes_mega.hub.initial import commit_initial
+from spes_mega.hub.ledger import Ledger, RoundRecord
+from spes_mega.hub.payload import (
+    Shape,
+    data_bytes,
+    payload_header,
+    piece_chunks,
+    row_slices,
+)
+from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.rounds import Rounds
+from spes_mega.hub.staging import Staging, tokens_of
+from spes_mega.hub.store import Store
+from spes_mega.layout.names import expected_tensors, expert_of
+from spes_mega.layout.reader import Checkpoint
+from spes_mega.layout.tensor_bytes import bytes_of
+from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.outer.codecs import FP32
+from spes_mega.outer.ownership import ownership_of, private_names, pushed_names
+from spes_mega.recipe import Recipe
+
+
+class Run:
+    """Opens a state directory, makes the initial state in a new one, and closes rounds."""
+
+    def __init__(self, recipe: Recipe, state: Path, init: Path | None, console: Console) -> None:
+        """Raises StoreError (the directory is another run's or in use) or CheckpointError (`init` does not fit)."""
+        self.recipe = recipe
+        self.shapes = expected_tensors(recipe.model)
+        self.ownership = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
+        self._console = console
+        self._store = Store(state, recipe)
+        try:
+            round_ = self._initial_round(init)
+            self.ledger: Ledger = self._store.read_ledger(round_)
+            self.newest: RoundRecord = self.ledger.rounds[-1]
+            self.staging = self._stage(round_)
+            pushed = self.staging.committed(lambda node, reason: self.ledger.reject(node, round_, reason))
+            self.rounds = Rounds(recipe.spes, round_, pushed)
+            self._snapshot()  # a crash may have come between the last round and its snapshot
+        except BaseException:
+            self._store.close()
+            raise
+
+    @property
+    def finished(self) -> bool:
+        return self.newest.round >= self.recipe.num_rounds
+
+    def close(self) -> None:
+        """Let go of the state directory."""
+        self._store.close()
+
+    def _initial_round(self, init: Path | None) -> int:
+        newest = self._store.newest()
+        if newest is None:
+            commit_initial(self._store, self.recipe, init)
+            source = str(init) if init else f"weights drawn with seed {self.recipe.train.seed}"
+            self._console.say("initial", f"round 0 is {source}", source=source)
+            return 0
+        ignored = f"; --init {init} is ignored" if init else ""
+        text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
+        self._console.say("resumed", text, round=newest)
+        return newest
+
+    def _stage(self, round_: int) -> Staging:
+        return Staging(self._store.pushes_dir(round_), self.pushed_shapes, FP32)
+
+    def pushed_shapes(self, node: int) -> dict[str, Shape]:
+        """Names and shapes that a node has to push."""
+        return {name: self.shapes[name] for name in pushed_names(self.shapes, self.ownership, node, expert_of)}
+
+    def receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
+        """Take one push into the open round; returns whether it was there already."""
+        self.rounds.check_open(opening.round)
+
+        def progress(count: int) -> None:
+            self.ledger.count_up(node, count)
+            self.rounds.check_open(opening.round)
+
+        repeated = self.staging.receive(
+            node, opening, chunks, progress, lambda rename: self.rounds.commit_push(node, opening.round, rename)
+        )
+        if not repeated:
+            self.ledger.pushed(node, opening.round)
+        return repeated
+
+    def send(self, node: int, have_round: int | None) -> Iterator[pb.PullReply]:
+        """The newest state for a node, without what it alone owns if it already has just that."""
+        record = self.newest
+        names = list(self.shapes)
+        if partial := have_round == record.round - 1 and node in record.nodes and not record.merged:
+            left_out = set(private_names(names, self.ownership, node, expert_of))
+            names = [name for name in names if name not in left_out]
+        shapes = {name: self.shapes[name] for name in names}
+        header = payload_header(shapes, FP32)
+        total = len(header) + data_bytes(shapes, FP32)
+        opening = pb.PullOpening(round=record.round, codec=FP32.name, total_bytes=total, full=not partial)
+        with self._store.open_state(record.round) as state:
+            yield pb.PullReply(opening=opening)
+            for chunk in piece_chunks(_pieces(header, names, state)):
+                self.ledger.count_down(node, len(chunk.data))
+                yield pb.PullReply(chunk=chunk)
+
+    def close_round(self) -> None:
+        """Wait until the open round may close, and commit the state that it gives.
+
+        Raises:
+            DeadlineError: nodes did not come in time.
+            CheckpointError: the disk is full, or the last state cannot be read.
+            Stopped: the hub was asked to stop; nothing is left of the new state.
+        """
+        round_, nodes = self.rounds.await_close()
+        began = time.monotonic()
+        with ExitStack() as stack:
+            previous = stack.enter_context(self._store.open_state(round_))
+            pushes = {node: self.staging.open(node) for node in nodes}
+            for push in pushes.values():
+                stack.callback(push.close)
+            mixture = Mixture(previous, pushes, self.ownership)
+            tokens = sum(tokens_of(push) for push in pushes.values())
+            self._store.commit(
+                round_ + 1,
+                lambda writer: self._fill(writer, mixture, round_, nodes, tokens),
+                base_config=previous.config,
+                copy_from=self._store.round_dir(round_),
+            )
+        self._open_next(time.monotonic() - began)
+
+    def _fill(
+        self, writer: CheckpointWriter, mixture: Mixture, round_: int, nodes: tuple[int, ...], tokens: int
+    ) -> Ledger:
+        merge = merge_of(self.recipe, round_)
+        write_next_state(writer, mixture, self.recipe.model, merge, self.rounds.check_running)
+        step = self.recipe.step_at(round_ + 1)
+        alpha = merge.alpha if merge else None
+        self.ledger.close_round(round_ + 1, step, nodes, self.rounds.open_seconds(), tokens, alpha)
+        return self.ledger
+
+    def _open_next(self, aggregation_s: float) -> None:
+        self.newest = self.ledger.rounds[-1]
+        self.staging = self._stage(self.newest.round)
+        self.rounds.committed(self.newest.round)
+        self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
+        self._store.prune(self.newest.round)
+        self._snapshot()
+
+    def _snapshot(self) -> None:
+        if path := self._store.snapshot(self.newest):
+            self._console.say("snapshot", f"snapshot {path}", path=str(path), round=self.newest.round)
+
+
+def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[bytes | memoryview]:
+    yield header
+    for name in names:
+        for start, stop in row_slices(state.shape(name)):
+            yield bytes_of(FP32.encode(state.read_rows(name, start, stop)))

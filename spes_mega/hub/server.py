@@ -1,0 +1,110 @@
+"""The hub's port and its life: serve, close one round after the other, say good-bye."""
+
+import time
+from concurrent import futures
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from spes_mega.errors import HubRefusedError, SpesError, StoreError
+from spes_mega.hub.access import TokenInterceptor, check_listen
+from spes_mega.hub.console import Console
+from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
+from spes_mega.hub.rounds import Stopped
+from spes_mega.hub.run import Run
+from spes_mega.hub.service import HubService
+
+FAREWELL_S = 2.0
+"""How long a failed hub goes on answering, so that its nodes learn why."""
+LINGER_S = 10.0
+"""How long a hub that finds its run finished waits for nodes that lack the last state."""
+MAX_WORKERS = 256
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second hub on the same port is an error, not a coin toss
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class HubServer:
+    """Serves a run on a port until it is finished, fails, or is stopped."""
+
+    def __init__(self, run: Run, listen: str, token: str | None, console: Console) -> None:
+        """Raises HubRefusedError: the address is not free, or is open to other machines without a token."""
+        check_listen(listen, token)
+        self._run = run
+        self._console = console
+        # A node has at most a long poll, two uploads and a download at a time; status and health come on top.
+        workers = min(MAX_WORKERS, 4 * run.recipe.spes.num_nodes + 8)
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
+            interceptors=[TokenInterceptor(token)] if token else [],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=2 * workers,
+        )
+        add_HubServicer_to_server(HubService(run), self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.address = self._bind(listen)
+
+    def _bind(self, listen: str) -> str:
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as e:
+            raise HubRefusedError(f"--listen {listen}: cannot listen there: is the port in use?") from e
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    def serve(self) -> bool:
+        """Close rounds until the run is finished (True) or `stop` is called (False).
+
+        Raises:
+            SpesError: why the run cannot go on; nodes are told before this returns.
+        """
+        self._server.start()
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._console.say("listening", f"hub listening on {self.address}", address=self.address)
+        try:
+            self._close_rounds()
+            return not self._run.rounds.stopping
+        except Stopped:
+            return False
+        except OSError as e:
+            raise self._farewell(StoreError(f"the state directory cannot be used: {e}")) from e
+        except SpesError as e:
+            raise self._farewell(e) from e
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """Ask `serve` to return soon; may be called from a signal handler."""
+        self._run.rounds.stop()
+
+    def _close_rounds(self) -> None:
+        rounds, spes = self._run.rounds, self._run.recipe.spes
+        if self._run.finished:
+            text = f"all {self._run.recipe.num_rounds} rounds are closed; serving the last state for {LINGER_S:g} s"
+            self._console.say("finished", text, round=rounds.round)
+            deadline = time.monotonic() + LINGER_S
+            while time.monotonic() < deadline and not rounds.stopping:
+                time.sleep(0.1)
+        while not self._run.finished:
+            self._run.close_round()
+        if staying := rounds.wait_all_left(spes.rpc_deadline_s):
+            text = f"nodes {staying} did not take their leave within {spes.rpc_deadline_s:g} s"
+            self._console.say("staying", text, nodes=staying)
+
+    def _farewell(self, error: SpesError) -> SpesError:
+        self._run.rounds.fail(error)
+        time.sleep(FAREWELL_S)
+        return error
+
+    def _end(self) -> None:
+        self._run.rounds.stop()
+        self._run.rounds.wake()
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace=1.0).wait()
+        self._run.close()

@@ -1,0 +1,146 @@
+"""The RPCs: who calls is checked here, and errors become answers; the work is done by `Run`."""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
+
+import grpc
+
+from spes_mega.errors import HubRefusedError, SpesError
+from spes_mega.hub.faults import PayloadError, answer_with
+from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
+from spes_mega.hub.protocol import PROTOCOL
+from spes_mega.hub.rounds import Stopped
+from spes_mega.hub.run import Run
+
+MAX_WAIT_S = 60.0
+MAX_UPLOADS = 2
+"""Uploads of one node at a time: one, and a broken one that gRPC has not noticed yet."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _answering(method: Method) -> Method:
+    """Turn errors of a unary RPC into its answer."""
+
+    @wraps(method)
+    def answer(self: "HubService", request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return method(self, request, context)
+        except SpesError as e:
+            answer_with(context, e)
+        except Stopped:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the hub is stopping")
+
+    return answer  # type: ignore[return-value]
+
+
+class HubService(HubServicer):
+    """Serves one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._digest = run.recipe.digest()
+        self._uploads = [threading.Semaphore(MAX_UPLOADS) for _ in range(run.recipe.spes.num_nodes)]
+
+    @_answering
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        node = self._identify(request.caller)
+        self._run.rounds.join(node, request.caller.session)
+        return pb.JoinReply(
+            round=self._run.rounds.round,
+            num_rounds=self._run.recipe.num_rounds,
+            pushed=self._run.rounds.has_pushed(node),
+        )
+
+    @_answering
+    def Push(self, requests: Iterator[pb.PushRequest], context: grpc.ServicerContext) -> pb.PushReply:
+        first = next(requests, None)
+        if first is None or not first.HasField("opening"):
+            raise PayloadError("a push begins with its opening")
+        opening = first.opening
+        try:
+            return self._push(opening, requests, context)
+        except HubRefusedError as e:
+            self._run.ledger.reject(opening.caller.node, opening.round, str(e))
+            raise
+        except grpc.RpcError:
+            self._run.ledger.reject(opening.caller.node, opening.round, "the upload broke off")
+            raise
+
+    def _push(
+        self, opening: pb.PushOpening, requests: Iterator[pb.PushRequest], context: grpc.ServicerContext
+    ) -> pb.PushReply:
+        node = self._check(opening.caller)
+        if not self._uploads[node].acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"node {node} has {MAX_UPLOADS} uploads under way")
+        try:
+            return pb.PushReply(repeated=self._run.receive(node, opening, (request.chunk for request in requests)))
+        finally:
+            self._uploads[node].release()
+
+    def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[pb.PullReply]:
+        try:
+            node = self._check(request.caller)
+            yield from self._run.send(node, request.have_round if request.HasField("have_round") else None)
+        except SpesError as e:
+            answer_with(context, e)
+        except Stopped:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the hub is stopping")
+
+    @_answering
+    def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
+        self._check(request.caller)
+        timeout_s = min(max(request.timeout_s, 0.0), MAX_WAIT_S)
+        return pb.WaitReply(round=self._run.rounds.wait_round(request.round, timeout_s))
+
+    @_answering
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
+        self._run.rounds.leave(self._identify(request.caller), request.caller.session)
+        return pb.LeaveReply()
+
+    @_answering
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+        run, rounds = self._run, self._run.rounds
+        kept = run.ledger.as_json()
+        presence = rounds.presence()
+        return pb.StatusReply(
+            name=run.recipe.name,
+            digest=self._digest,
+            round=run.newest.round,
+            num_rounds=run.recipe.num_rounds,
+            step=run.newest.step,
+            steps=run.recipe.train.steps,
+            merges=kept["merges"],
+            waiting_for=[] if run.finished else rounds.waiting_for(),
+            round_seconds=rounds.open_seconds(),
+            nodes=[
+                pb.NodeStatus(node=node, state=presence[node].value, **traffic)
+                for node, traffic in enumerate(kept["nodes"])
+            ],
+            rounds=[pb.RoundStatus(**record) for record in kept["rounds"]],
+            rejected=[pb.RejectionStatus(**rejection) for rejection in kept["rejected"]],
+        )
+
+    def _identify(self, caller: pb.Caller) -> int:
+        """The node that calls. Raises HubRefusedError unless it speaks of the same run."""
+        num_nodes = self._run.recipe.spes.num_nodes
+        if caller.protocol != PROTOCOL:
+            raise HubRefusedError(
+                f"node {caller.node} speaks protocol {caller.protocol}, the hub {PROTOCOL}: install the same version "
+                "of spes-mega on both"
+            )
+        if caller.digest != self._digest:
+            raise HubRefusedError(
+                f"node {caller.node} has another recipe (digest {caller.digest[:12]}, the hub's is "
+                f"{self._digest[:12]}): model, spes and train must be the same, but for fields marked local"
+            )
+        if caller.node >= num_nodes:
+            raise HubRefusedError(f"there is no node {caller.node}: spes.num_nodes is {num_nodes} (0..{num_nodes - 1})")
+        return int(caller.node)
+
+    def _check(self, caller: pb.Caller) -> int:
+        node = self._identify(caller)
+        self._run.rounds.heard(node, caller.session)
+        return node

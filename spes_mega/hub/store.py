@@ -1,0 +1,214 @@
+"""The hub's state directory: a durable log of rounds.
+
+    run.json                     which run this is
+    lock                         held by the hub that uses the directory
+    rounds/000007/               a committed state: a Hugging Face directory in fp32, and round.json
+    pushes/000007/node-001.safetensors   a committed push for the open round
+    snapshots/round-000007/      kept for good
+
+What has its final name is complete and on the disk; everything else is removed when a hub opens the directory.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spes_mega.errors import StoreError
+from spes_mega.hub.ledger import Ledger, RoundRecord
+from spes_mega.layout.reader import Checkpoint, open_checkpoint
+from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.recipe import Recipe
+
+FORMAT = 1
+KEPT_ROUNDS = 2
+"""The newest state, and the one before it, from which a slow pull may still be reading."""
+_ROUND = re.compile(r"\d{6,}")
+
+
+class Store:
+    """Opens (or makes) a state directory and holds its lock until `close`."""
+
+    def __init__(self, root: Path, recipe: Recipe) -> None:
+        """Raises StoreError: another run's or another hub's directory, or one that cannot be used."""
+        self.root = root
+        self._recipe = recipe
+        try:
+            for part in ("rounds", "pushes", "snapshots"):
+                (root / part).mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            try:
+                self._check_run()
+                self._sweep()
+            except BaseException:
+                self.close()
+                raise
+        except OSError as e:
+            raise StoreError(f"{root}: cannot use this state directory: {e}") from e
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def newest(self) -> int | None:
+        """Number of the newest committed state; None in a new directory."""
+        return max(self._numbers("rounds"), default=None)
+
+    def round_dir(self, round_: int) -> Path:
+        return self.root / "rounds" / f"{round_:06d}"
+
+    def pushes_dir(self, round_: int) -> Path:
+        """Where the pushes for an open round are staged; made if it is not there."""
+        path = self.root / "pushes" / f"{round_:06d}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def open_state(self, round_: int) -> Checkpoint:
+        return open_checkpoint(self.round_dir(round_))
+
+    def read_ledger(self, round_: int) -> Ledger:
+        """Raises StoreError if round.json is damaged."""
+        path = self.round_dir(round_) / "round.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            ledger = Ledger.from_json(raw["ledger"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise StoreError(f"{path}: damaged: {e!r}; restore the state directory from a copy") from e
+        if raw.get("round") != round_ or not ledger.rounds or ledger.rounds[-1].round != round_:
+            raise StoreError(f"{path}: speaks of another round than its directory's name")
+        return ledger
+
+    def commit(
+        self,
+        round_: int,
+        fill: Callable[[CheckpointWriter], Ledger],
+        *,
+        base_config: dict[str, Any] | None,
+        copy_from: Path | None,
+    ) -> None:
+        """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them."""
+        metadata = {"round": str(round_)}
+        with CheckpointWriter(
+            self.round_dir(round_),
+            self._recipe.model,
+            torch.float32,
+            base_config=base_config,
+            copy_from=copy_from,
+            metadata=metadata,
+        ) as writer:
+            content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
+            writer.write_text("round.json", json.dumps(content, indent=1))
+
+    def prune(self, newest: int) -> None:
+        """Remove states and pushes that nobody needs any more."""
+        for number in self._numbers("rounds"):
+            if number <= newest - KEPT_ROUNDS:
+                self._remove(self.round_dir(number))
+        for number in self._numbers("pushes"):
+            if number != newest:
+                self._remove(self.root / "pushes" / f"{number:06d}")
+
+    def snapshot(self, record: RoundRecord) -> Path | None:
+        """Keep a committed state for good if the recipe asks for it; returns its directory if it is new.
+
+        Files are hard links where the file system has them, so that a snapshot takes no time and little space.
+        """
+        final = record.round == self._recipe.num_rounds
+        target = self.root / "snapshots" / f"round-{record.round:06d}"
+        if target.exists() or not (final or (record.round and record.round % self._recipe.spes.snapshot_every == 0)):
+            return None
+        partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+        partial.mkdir()
+        for file in self.round_dir(record.round).iterdir():
+            if file.name != "round.json":
+                _link(file, partial / file.name)
+        sync_directory(partial)
+        partial.rename(target)
+        sync_directory(target.parent)
+        return target
+
+    def _take_lock(self) -> int:
+        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(fd)
+            raise StoreError(f"{self.root}: another hub is using this state directory") from e
+        return fd
+
+    def _check_run(self) -> None:
+        path = self.root / "run.json"
+        mine = {"format": FORMAT, "name": self._recipe.name, "digest": self._recipe.digest()}
+        if not path.exists():
+            if self.newest() is not None:
+                raise StoreError(f"{path}: missing beside committed rounds; restore it from a copy")
+            _write_durably(path, json.dumps(mine, indent=1))
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as e:
+            raise StoreError(f"{path}: damaged: {e}; restore it from a copy") from e
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise StoreError(f"{path}: not a state directory of format {FORMAT}")
+        if found.get("digest") != mine["digest"]:
+            raise StoreError(
+                f"{self.root}: holds the rounds of another recipe ({found.get('name')}, digest "
+                f"{str(found.get('digest'))[:12]}; this one is {mine['name']}, {self._recipe.digest()[:12]}): "
+                "choose another --state, or start with the recipe that it belongs to"
+            )
+
+    def _sweep(self) -> None:
+        """Remove what a crash left half-written."""
+        for pattern in ("pushes/.*.partial-*", "rounds/.*.partial-*", "snapshots/.*.partial-*", "pushes/*/*.part"):
+            for path in self.root.glob(pattern):
+                self._remove(path)
+        newest = self.newest()
+        if newest is not None:
+            self.prune(newest)
+
+    def _numbers(self, part: str) -> list[int]:
+        return [int(path.name) for path in (self.root / part).iterdir() if _ROUND.fullmatch(path.name)]
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        if path.is_dir():
+            # Renamed first: a directory with its final name must never be half there.
+            doomed = path if path.name.startswith(".") else path.with_name(f".{path.name}.partial-old")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        else:
+            path.unlink()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

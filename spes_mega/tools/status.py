@@ -1,0 +1,57 @@
+"""`spes-mega status`: what a running hub is doing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spes_mega.hub.client import TOKEN_VARIABLE, HubClient, read_token
+
+
+@click.command("status")
+@click.option("--hub", "address", required=True, metavar="HOST:PORT", help="Where the hub listens.")
+@click.option("--token-file", type=click.Path(path_type=Path), help=f"File with the token; or set {TOKEN_VARIABLE}.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for a hub that does not answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(address: str, token_file: Path | None, timeout: float, as_json: bool) -> None:
+    """Show the round, the nodes, merges, and pushes that were refused and why."""
+    with HubClient(address, 0, "", token=read_token(token_file), rpc_deadline_s=timeout) as client:
+        status = client.status()
+    click.echo(json.dumps(status) if as_json else "\n".join(describe(status)))
+
+
+def describe(status: dict[str, Any]) -> Iterator[str]:
+    """A status as lines of text."""
+    yield (
+        f"{status['name']}: round {status['round']}/{status['num_rounds']}  step {status['step']}/{status['steps']}  "
+        f"merges {status['merges']}  (recipe {status['digest'][:12]})"
+    )
+    if status["waiting_for"]:
+        nodes = ", ".join(map(str, status["waiting_for"]))
+        yield f"open for {status['round_seconds']:.0f} s, waiting for the push of: {nodes}"
+    for node in status["nodes"]:
+        last = "nothing yet" if node["last_pushed_round"] is None else f"round {node['last_pushed_round']}"
+        yield (
+            f"  node {node['node']}  {node['state']}  last pushed {last}  "
+            f"up {_megabytes(node['bytes_up'])}  down {_megabytes(node['bytes_down'])}"
+        )
+    yield from _rounds(status["rounds"])
+    for rejection in status["rejected"]:
+        yield f"  refused: push of node {rejection['node']} for round {rejection['round']}: {rejection['reason']}"
+
+
+def _rounds(rounds: list[dict[str, Any]]) -> Iterator[str]:
+    for record in rounds:
+        if record["round"]:
+            merged = "" if record["merge_alpha"] is None else f"  merged (alpha {record['merge_alpha']:.3g})"
+            yield (
+                f"  round {record['round']}  step {record['step']}  nodes {','.join(map(str, record['nodes']))}  "
+                f"{record['seconds']:.1f} s  up {_megabytes(record['bytes_up'])}  "
+                f"down {_megabytes(record['bytes_down'])}{merged}"
+            )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
