@@ -5,47 +5,12 @@ Window w belongs to node w mod num_nodes (`sharding: shared`), or all windows be
 An epoch goes through a node's windows in an order of its own.
 """
 
-from pathlib import Path
-
 import numpy as np
-import numpy.typing as npt
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from spes_mega.errors import DataError
+from spes_mega.layout.token_stream import Tokens, TokenStream
 from spes_mega.node.permutation import Permutation
 from spes_mega.recipe import Recipe
-
-Tokens = npt.NDArray[np.int64]
-
-
-class TokenStream:
-    """All documents of an indexed dataset, one after the other."""
-
-    def __init__(self, prefix: Path) -> None:
-        """Raises DataError: there is no dataset at `prefix`, or its two files do not belong together."""
-        self.prefix = prefix
-        for suffix in (".idx", ".bin"):
-            if not Path(f"{prefix}{suffix}").is_file():
-                raise DataError(f"{prefix}{suffix}: no such file; `spes-mega tokenize` writes indexed datasets")
-        try:
-            self._dataset = IndexedDataset(str(prefix))
-        except (AssertionError, ValueError, KeyError) as e:
-            raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
-        index = self._dataset.index
-        self._dtype = np.dtype(index.dtype)
-        self.num_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
-        size = Path(f"{prefix}.bin").stat().st_size
-        if size != self.num_tokens * self._dtype.itemsize:
-            raise DataError(
-                f"{prefix}.bin: {size} bytes, but its index speaks of {self.num_tokens} tokens of "
-                f"{self._dtype.itemsize} bytes: copied incompletely?"
-            )
-
-    def read(self, start: int, count: int) -> Tokens:
-        """Tokens start..start+count-1 as int64."""
-        reader = self._dataset.bin_reader
-        raw = reader.read(dtype=self._dtype.type, count=count, offset=start * self._dtype.itemsize)
-        return np.asarray(raw, dtype=np.int64)
 
 
 class NodeData:
@@ -86,15 +51,8 @@ class NodeData:
 
     def sample(self, number: int) -> Tokens:
         """int64 [seq_len + 1]: the node's sample `number`, counted from 0 through all epochs."""
-        window = self.window(number)
-        tokens = self.stream.read(window * self.seq_len, self.seq_len + 1)
-        largest = int(tokens.max())
-        if largest >= self.vocab_size:
-            raise DataError(
-                f"{self.stream.prefix}: token id {largest} is outside model.vocab_size {self.vocab_size}: "
-                "tokenized with another tokenizer?"
-            )
-        return tokens
+        start = self.window(number) * self.seq_len
+        return self.stream.read_below(start, self.seq_len + 1, self.vocab_size)
 
     def window(self, number: int) -> int:
         """Global window that sample `number` of this node is."""

@@ -54,6 +54,12 @@ class MetricsFile:
     def close(self) -> None:
         self._stream.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
     if not path.is_file() or step == 0:

@@ -141,7 +141,8 @@ class DatasetWriter:
     """Writes into a temporary folder beside `out`; `commit` moves the files into place, all else removes them."""
 
     def __init__(self, out: Path, tokenizer: TextTokenizer, eod: int | None) -> None:
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+        import spes_mega.model  # noqa: F401 - imports Megatron-Core without its warnings
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # isort: skip
 
         self.out, self.tokenizer, self.eod = out, tokenizer, eod
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)

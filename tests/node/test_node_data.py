@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from spes_mega.errors import DataError
-from spes_mega.node.data import NodeData, TokenStream
+from spes_mega.layout.token_stream import TokenStream
+from spes_mega.node.data import NodeData
 from spes_mega.node.permutation import Permutation
 from spes_mega.recipe import Recipe
 

@@ -1,0 +1,110 @@
+"""The DeepSpeed engine of a node: optimizer, ZeRO, precision, clipping."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spes_mega.errors import RecipeError
+from spes_mega.recipe import Recipe, TrainSection
+
+# Sections of DeepSpeed's config that would take over what the recipe's train section says.
+OWN_SECTIONS = {
+    "optimizer": "train.lr, train.adam_*, train.weight_decay",
+    "scheduler": "train.lr, train.warmup_steps, train.min_lr_ratio",
+    "train_batch_size": "train.micro_batch_size and train.grad_accumulation",
+    "amp": "train.dtype",
+}
+
+
+def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
+    """A DeepSpeedEngine for a model whose frozen parameters have requires_grad False.
+
+    Raises:
+        RecipeError: the recipe's deepspeed section contradicts what is set here; names the key.
+    """
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(
+        parameter_groups(gpt.parameters(), recipe.train.weight_decay),
+        lr=recipe.train.lr,
+        betas=(recipe.train.adam_beta1, recipe.train.adam_beta2),
+        eps=recipe.train.adam_eps,
+        fused=True,
+    )
+    engine, *_ = deepspeed.initialize(
+        model=gpt, optimizer=optimizer, config=deepspeed_config(recipe), dist_init_required=False
+    )
+    return engine
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in up to two groups: matrices, which decay, and norms and biases, which do not."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+    """DeepSpeed's own config: the recipe's deepspeed section, with what the train section says.
+
+    Raises:
+        RecipeError: a key of the deepspeed section has another value than the train section gives it.
+    """
+    for key, instead in OWN_SECTIONS.items():
+        if key in recipe.deepspeed:
+            raise RecipeError(f"deepspeed.{key}: cannot be set here; use {instead}")
+    config = _merged(_defaults(recipe.train), recipe.deepspeed)
+    _impose(config, _required(recipe.train), "deepspeed")
+    return config
+
+
+def _required(train: TrainSection) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": train.grad_accumulation,
+        "gradient_clipping": train.clip_grad,
+        "bf16": {"enabled": train.dtype == "bf16"},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": train.zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def _defaults(train: TrainSection) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "zero_optimization": {"reduce_bucket_size": 50_000_000},
+        # offloading works with the optimizer given here, too
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 40,
+    }
+    if train.dtype == "bf16" and train.grad_accumulation > 1:
+        # summed in bf16, small gradients of later micro-batches would be lost
+        defaults["data_types"] = {"grad_accum_dtype": "fp32"}
+    return defaults
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def _impose(config: dict[str, Any], required: dict[str, Any], path: str) -> None:
+    for key, value in required.items():
+        if isinstance(value, dict):
+            section = config.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise RecipeError(f"{path}.{key}: expected a mapping, got {section!r}")
+            _impose(section, value, f"{path}.{key}")
+        elif key in config and config[key] != value:
+            raise RecipeError(f"{path}.{key} is {config[key]!r}, but the train section makes it {value!r}: remove it")
+        else:
+            config[key] = value

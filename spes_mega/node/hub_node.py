@@ -1,0 +1,148 @@
+"""Training with a hub: pull, train, push what this node trains, wait for the others, pull."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from spes_mega.errors import CheckpointError, SpesError
+from spes_mega.hub.client import HubClient, Pulled, StaleRoundError
+from spes_mega.layout.names import expert_of
+from spes_mega.node.ranks import Ranks
+from spes_mega.node.stop import StopRequest
+from spes_mega.node.weight_source import Traffic
+from spes_mega.node.weights import NodeWeights, Shapes, Tensors
+from spes_mega.outer.ownership import Ownership, pushed_names
+
+GOODBYE_S = 10.0  # launchers kill a node 30 s after they asked it to stop
+T = TypeVar("T")
+
+
+class HubNode:
+    """A `WeightSource` that synchronizes with a hub; all of it runs on all ranks, and rank 0 does the talking."""
+
+    def __init__(
+        self,
+        node: int,
+        ownership: Ownership,
+        ranks: Ranks,
+        stop: StopRequest,
+        client: HubClient | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`client` is None on all ranks but the first."""
+        self._node, self._ownership = node, ownership
+        self._ranks, self._stop, self._say = ranks, stop, say
+        self._client = client
+        self._traffic = Traffic()
+        self._bytes_before = (0, 0)
+        self._here = False
+
+    def join(self) -> None:
+        """Tell the hub that this node is there; it refuses another recipe here, before anything is built."""
+
+        def join() -> None:
+            joined = self.client.join()
+            self._here = True
+            if joined.pushed:  # a restart after the push: what it trained is with the hub already
+                self._say(f"the hub has this node's push for round {joined.round}; waiting for the others")
+                self.client.wait_round(joined.round + 1)
+
+        with self._timed():
+            self._waiting(join)
+
+    @property
+    def client(self) -> HubClient:
+        assert self._client is not None, "only rank 0 talks to the hub"
+        return self._client
+
+    def start(self, weights: NodeWeights) -> int:
+        with self._timed():
+            return self._pull(weights, None)
+
+    def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
+        with self._timed():
+            if self._push(weights, round_, tokens):
+                self._waiting(lambda: self.client.wait_round(round_ + 1))
+                return self._pull(weights, round_)
+            self._say(f"too late for round {round_}: the hub closed it without this node; going on with the newest")
+            return self._pull(weights, None)
+
+    def _push(self, weights: NodeWeights, round_: int, tokens: int) -> bool:
+        """Send what this node trains; False if the round was closed already."""
+        names = pushed_names(weights.shapes, self._ownership, self._node, expert_of)
+        stale = False
+
+        def push(shapes: Shapes, tensors: Tensors) -> None:
+            nonlocal stale
+            try:
+                with self._stop.interruptible():
+                    self.client.push(round_, shapes, tensors, tokens)
+            except StaleRoundError:
+                stale = True
+
+        weights.collect(names, push)
+        return not self._ranks.first(lambda: stale)
+
+    def _pull(self, weights: NodeWeights, have_round: int | None) -> int:
+        """Replace what the hub sends; returns the round of the weights."""
+        pulled: Pulled | None = None
+
+        def pull() -> tuple[int, list[str]]:
+            nonlocal pulled
+            pulled = self.client.pull(have_round)
+            return pulled.round, list(pulled.shapes)
+
+        try:
+            round_, names = self._waiting(pull)
+            if missing := sorted(set(weights.shapes) - set(names)) if have_round is None else []:
+                raise CheckpointError(f"the hub sent a state without {missing[0]}")
+            weights.assign(names, lambda name: pulled.read(name) if pulled else torch.empty(0))
+        finally:
+            if pulled is not None:
+                pulled.close()
+        return round_
+
+    def _waiting(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0; Ctrl-C and SIGTERM end it at once."""
+
+        def interruptible() -> T:
+            with self._stop.interruptible():
+                return action()
+
+        return self._ranks.first(interruptible)
+
+    def finish(self, weights: NodeWeights) -> None:
+        """Nothing: the hub has the weights."""
+
+    def leave(self) -> None:
+        """Say goodbye, so that nobody waits for this node; a hub that does not answer is left alone soon."""
+        if self._here:
+            self._here = False
+            goodbye = threading.Thread(target=self._goodbye, daemon=True)
+            goodbye.start()
+            goodbye.join(GOODBYE_S)
+
+    def _goodbye(self) -> None:
+        try:
+            self.client.leave()
+        except SpesError as e:
+            self._say(f"could not say goodbye to the hub: {e}")
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._traffic.seconds += time.monotonic() - start
+
+    def take_traffic(self) -> Traffic:
+        taken, self._traffic = self._traffic, Traffic()
+        if self._client is not None:
+            before, self._bytes_before = self._bytes_before, (self._client.bytes_up, self._client.bytes_down)
+            taken.bytes_up, taken.bytes_down = (now - b for now, b in zip(self._bytes_before, before, strict=True))
+        return taken

@@ -1,0 +1,92 @@
+"""`spes-mega launch`: one node of a run under the `deepspeed` launcher, on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import psutil  # type: ignore[import-untyped]
+
+from spes_mega.node.options import NodeOptions, node_options
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launcher_arguments(options: NodeOptions, ranks: int | None, port: int) -> list[str]:
+    """The `deepspeed` command line that starts a node's ranks on this machine."""
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",  # what the `deepspeed` script runs
+        "--quiet",
+        *_devices(ranks),
+        f"--master_port={port}",
+        "--module",
+        "spes_mega.node.main",
+        *options.arguments(),
+    ]
+
+
+def _devices(ranks: int | None) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        # with --num_gpus the launcher would forget which devices are meant
+        return [f"--include=localhost:{','.join(visible.split(',')[:ranks])}"]
+    if ranks is None and any(Path("/dev").glob("nvidia[0-9]*")):
+        return []  # all GPUs
+    return [f"--num_gpus={ranks or 1}"]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on, so that several nodes can share a machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Launched:
+    """A running launcher. It is in a session of its own, so that Ctrl-C reaches it once, and in the right order."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.stopped_by: int | None = None
+        self._process = subprocess.Popen(arguments, start_new_session=True, env=_environment())
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """Ask the ranks to stop; the launcher gives them 30 s."""
+        if self.stopped_by is None:
+            self.stopped_by = signum
+            # The runner would die and leave its child behind; the child passes the signal on to the ranks.
+            runner = psutil.Process(self._process.pid)
+            for process in runner.children() or [runner]:
+                process.terminate()
+
+    def wait(self) -> int:
+        """Exit code of the node: that of its first rank that failed, or 128 + the signal that stopped it."""
+        code = self._process.wait()
+        return code if self.stopped_by is None else 128 + self.stopped_by
+
+
+def _environment() -> dict[str, str]:
+    env = dict(os.environ)
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    return env
+
+
+@click.command()
+@node_options
+@click.option("--ranks", type=click.IntRange(1), help="processes on this machine  [default: one a GPU, else 1]")
+@click.option("--port", type=click.IntRange(1, 65535), help="for the ranks among themselves  [default: a free one]")
+def command(ranks: int | None, port: int | None, **options: Any) -> None:
+    """Train as one node of the run that RECIPE describes."""
+    node = NodeOptions.of(options)
+    launched = Launched(launcher_arguments(node, ranks, port or free_port()))
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, launched.stop)
+    sys.exit(launched.wait())

@@ -1,0 +1,62 @@
+"""Training without a hub: from a checkpoint directory or the seed, to a checkpoint directory."""
+
+from pathlib import Path
+
+import torch
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
+from spes_mega.node.ranks import Ranks
+from spes_mega.node.weight_source import Traffic
+from spes_mega.node.weights import NodeWeights, Shapes, Tensors
+from spes_mega.recipe import Recipe
+
+
+class LoneNode:
+    """A `WeightSource` for one node alone; its rounds are the points where a hub would have synchronized."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, out: Path, init: Path | None) -> None:
+        self._recipe, self._ranks, self._out, self._init = recipe, ranks, out, init
+
+    def start(self, weights: NodeWeights) -> int:
+        model, seed = self._recipe.model, self._recipe.train.seed
+        if self._init is None:
+            weights.assign(weights.shapes, lambda name: initial_tensor(model, name, weights.shapes[name], seed))
+            return 0
+        init = self._init
+        self._ranks.first(lambda: check_checkpoint(init, self._recipe))
+        with open_checkpoint(init) as checkpoint:
+            weights.assign(weights.shapes, checkpoint.read)
+        return 0
+
+    def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
+        return round_ + 1
+
+    def finish(self, weights: NodeWeights) -> None:
+        """Write OUT/final in fp32: the exact masters, as a hub's snapshot has them."""
+
+        def write(shapes: Shapes, tensors: Tensors) -> None:
+            config = None
+            if self._init is not None:
+                with open_checkpoint(self._init) as checkpoint:
+                    config = checkpoint.config
+            with CheckpointWriter(
+                self._out / "final", self._recipe.model, torch.float32, base_config=config, copy_from=self._init
+            ) as writer:
+                for name, tensor in tensors:
+                    writer.write(name, tensor)
+
+        weights.collect(weights.shapes, write)
+
+    def leave(self) -> None:
+        pass
+
+    def take_traffic(self) -> Traffic:
+        return Traffic()
+
+
+def check_checkpoint(path: Path, recipe: Recipe) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` holds the recipe's model."""
+    with open_checkpoint(path) as checkpoint:
+        if lines := differences(recipe.model, checkpoint.model):
+            raise CheckpointError(f"{path}: not the recipe's model: {'; '.join(lines)}")

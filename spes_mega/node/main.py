@@ -1,0 +1,185 @@
+"""Entry point of a node's ranks: what the `deepspeed` launcher starts (`launchers/train.py`, `spes-mega launch`)."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import click
+
+from spes_mega.errors import RecipeError, SpesError
+from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.node.stop import Stopped, StopRequest
+from spes_mega.recipe import Recipe, load_recipe
+
+
+def train(options: NodeOptions) -> None:
+    """Run one rank of a node to the end of its recipe.
+
+    Raises SpesError, the same on all ranks; Stopped after Ctrl-C or SIGTERM.
+    """
+    recipe = load_recipe(options.recipe, options.overrides)
+    check_node(recipe, options.node, options.hub)
+    _prepare_process()
+    from spes_mega.node.ranks import Ranks, process_group
+
+    stop = StopRequest()
+    stop.install()
+    with process_group():
+        spes = recipe.spes
+        ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 2 * spes.rpc_deadline_s)
+        _Node(recipe, options, ranks, stop).run()
+
+
+def check_node(recipe: Recipe, node: int, hub: str | None) -> None:
+    """Raises RecipeError: there is no such node in the recipe, or the recipe needs a hub."""
+    if not 0 <= node < recipe.spes.num_nodes:
+        raise RecipeError(f"--node {node}: the recipe has nodes 0..{recipe.spes.num_nodes - 1} (spes.num_nodes)")
+    if hub is None and recipe.spes.num_nodes > 1:
+        raise RecipeError(f"spes.num_nodes is {recipe.spes.num_nodes}: give --hub, or --set spes.num_nodes=1")
+    if hub is None and recipe.model.is_moe and recipe.spes.merge_steps:
+        raise RecipeError("experts are merged by the hub: give --hub, or --set spes.merge_steps=0")
+
+
+def _prepare_process() -> None:
+    """Settings that must be made before torch and DeepSpeed are imported, or soon after."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
+    if "OMP_NUM_THREADS" not in os.environ:
+        # each rank would take all cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    import spes_mega.model  # noqa: F401 - before anything else imports Megatron-Core: it knows how to do that quietly
+
+
+class _Node:
+    """One rank of a node, inside its process group."""
+
+    def __init__(self, recipe: Recipe, options: NodeOptions, ranks: Any, stop: StopRequest) -> None:
+        from spes_mega.node.metrics import ConsoleReport
+
+        self.recipe, self.options, self.ranks, self.stop = recipe, options, ranks, stop
+        leads = self.ranks.leads
+        self.report = ConsoleReport(options.node, recipe.train.steps, recipe.train.log_every) if leads else None
+
+    def say(self, text: str) -> None:
+        if self.report is not None:
+            self.report.say(text)
+
+    def run(self) -> None:
+        from spes_mega.node.data import NodeData
+
+        data = self.ranks.agree(
+            lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
+        )
+        self.ranks.first(lambda: self.options.out.mkdir(parents=True, exist_ok=True))
+        with self._source() as source:
+            self._train(data, source)
+
+    @contextmanager
+    def _source(self) -> Iterator[Any]:
+        if self.options.hub is None:
+            from spes_mega.node.lone_node import LoneNode
+
+            yield LoneNode(self.recipe, self.ranks, self.options.out, self.options.init)
+            return
+        from spes_mega.hub.client import HubClient, read_token
+        from spes_mega.node.hub_node import HubNode
+
+        client = None
+        if self.ranks.leads:
+            client = HubClient.for_recipe(
+                self.recipe,
+                self.options.hub,
+                self.options.node,
+                token=read_token(self.options.token_file),
+                spool_dir=self.options.out,
+            )
+        source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say)
+        try:
+            source.join()
+            yield source
+        finally:
+            source.leave()
+            if client is not None:
+                client.close()
+
+    def _ownership(self) -> Any:
+        from spes_mega.outer.ownership import ownership_of
+
+        return ownership_of(self.recipe.model.num_experts, self.recipe.spes.num_nodes, self.recipe.spes.ownership)
+
+    def _train(self, data: Any, source: Any) -> None:
+        from spes_mega.model import build
+        from spes_mega.node.engine import create_engine
+        from spes_mega.node.loop import NodeRun
+        from spes_mega.node.metrics import MetricsFile
+        from spes_mega.node.trainer import Trainer
+        from spes_mega.node.weights import NodeWeights
+
+        owned = self._ownership().owned(self.options.node)
+        gpt = self.ranks.agree(lambda: build(self.recipe, owned))
+        self.say(_describe(gpt, owned, self.recipe, self.ranks))
+        engine = self.ranks.agree(lambda: create_engine(self.recipe, gpt))
+        weights = NodeWeights(gpt, self.recipe.model, self.ranks, self.stop)
+        round_ = source.start(weights)
+        trainer = Trainer(self.recipe, engine, data, self.ranks, self.stop)
+        metrics = None
+        if self.ranks.leads:
+            metrics = MetricsFile(self.options.out / "metrics.jsonl", self.recipe.step_at(round_))
+        with self.report or nullcontext(), metrics or nullcontext():
+            NodeRun(self.recipe, trainer, weights, source, self.report, metrics).run(round_)
+
+
+def _describe(gpt: Any, owned: tuple[int, ...], recipe: Recipe, ranks: Any) -> str:
+    total = sum(parameter.numel() for parameter in gpt.parameters())
+    trainable = sum(parameter.numel() for parameter in gpt.parameters() if parameter.requires_grad)
+    experts = f", experts {_ranges(owned)} of {recipe.model.num_experts}" if recipe.model.is_moe else ""
+    return (
+        f"{total:,} parameters, {trainable:,} trained here{experts}; {recipe.train.dtype}, "
+        f"ZeRO-{recipe.train.zero_stage}, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {ranks.device.type}"
+    )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers in short: 0-3,7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+@click.command()
+@node_options
+@click.option("--local_rank", type=int, hidden=True, help="given by the deepspeed launcher")
+def command(local_rank: int | None, **options: Any) -> None:
+    """Train as one rank of one node of a run; started by the deepspeed launcher."""
+    train(NodeOptions.of(options))
+
+
+def main(run: Callable[..., Any] = command.main) -> None:
+    """Run the command; rank 0 reports what ended it, and every rank exits with its code."""
+    reports = os.environ.get("RANK", "0") == "0"
+    try:
+        run(standalone_mode=False)
+    except SpesError as e:
+        _end(f"error: {e}" if reports else None, e.exit_code)
+    except Stopped as e:
+        _end(str(e) if reports else None, e.exit_code)
+    except click.ClickException as e:
+        _end(f"error: {e.format_message()}" if reports else None, e.exit_code)
+
+
+def _end(message: str | None, exit_code: int) -> None:
+    if message is not None:
+        click.echo(message, err=True)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

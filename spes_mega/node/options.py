@@ -1,0 +1,61 @@
+"""The options of a node, shared by the launched ranks and by `spes-mega launch`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What a node is told beside its recipe."""
+
+    recipe: Path
+    node: int
+    hub: str | None
+    out: Path
+    init: Path | None
+    token_file: Path | None
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "NodeOptions":
+        """From the values that click gives; raises click.UsageError where they contradict each other."""
+        if options["hub"] is not None and options["init"] is not None:
+            raise click.UsageError("--init is for a node without a hub; give it to `spes-mega hub`")
+        out = options.pop("out") or Path("runs") / f"node-{options['node']}"
+        return cls(out=out, **options)
+
+    def arguments(self) -> list[str]:
+        """The command line that says the same."""
+        pairs = {
+            "--node": self.node,
+            "--hub": self.hub,
+            "--out": self.out,
+            "--init": self.init,
+            "--token-file": self.token_file,
+        }
+        given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
+        return [str(self.recipe), *given, *(part for text in self.overrides for part in ("--set", text))]
+
+
+def node_options(command: Command) -> Command:
+    """Add the options of `NodeOptions` to a command."""
+    path = click.Path(path_type=Path)
+    for option in reversed(
+        (
+            click.argument("recipe", type=path),
+            click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="number of this node"),
+            click.option("--hub", metavar="HOST:PORT", help="the run's hub; without it this node trains alone"),
+            click.option("--out", type=path, help="for metrics and results  [default: runs/node-K]"),
+            click.option("--init", type=path, help="without a hub: checkpoint directory to start from, not the seed"),
+            click.option("--token-file", type=path, help="the hub's token  [default: $SPES_MEGA_TOKEN]"),
+            click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field"),
+        )
+    ):
+        command = option(command)
+    return command

@@ -1,0 +1,34 @@
+"""What the training loop needs of the world outside the node: where weights come from, and where they go."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from spes_mega.node.weights import NodeWeights
+
+
+@dataclass
+class Traffic:
+    """Seconds and bytes spent on synchronization since the last `take`; on ranks other than 0 the bytes are 0."""
+
+    seconds: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class WeightSource(Protocol):
+    """What the training loop needs of the world outside the node."""
+
+    def start(self, weights: NodeWeights) -> int:
+        """Fill the weights; returns the round that they belong to."""
+
+    def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
+        """Close `round_`, trained on `tokens` tokens; returns the round of the weights afterwards."""
+
+    def finish(self, weights: NodeWeights) -> None:
+        """After the last round."""
+
+    def leave(self) -> None:
+        """However the run ended; does not raise."""
+
+    def take_traffic(self) -> Traffic:
+        """What synchronization has cost since the last call."""
