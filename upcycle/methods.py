@@ -51,5 +51,8 @@ def is_exact(settings: UpcycleSection) -> bool:
 
 def _chosen(count: int, fraction: float, rng: torch.Generator) -> torch.Tensor:
     """A random boolean mask; 16 random bits for an entry, four entries from one 64-bit draw."""
+    level = round(fraction * _LEVELS)
+    if level == _LEVELS:
+        return torch.ones(count, dtype=torch.bool)
     words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=rng)
-    return words.view(torch.int16)[:count] < round(fraction * _LEVELS) - _LEVELS // 2
+    return words.view(torch.int16)[:count] < level - _LEVELS // 2

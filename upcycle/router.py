@@ -16,8 +16,8 @@ def router(
 ) -> torch.Tensor:
     """The router's first weights, fp32.
 
-    With zeros all experts tie for every token, so top-k takes those with the lowest numbers until training moves
-    the router; that changes nothing as long as experts are equal.
+    With zeros all experts tie for every token, so top-k takes the same ones for all (which, depends on its
+    implementation) until training moves the router; that changes nothing as long as experts are equal.
 
     Args:
         name: canonical name; keys the draw.
