@@ -1,7 +1,9 @@
 """The DeepSpeed engine of a node: optimizer, ZeRO, precision, clipping."""
 
 import copy
+import io
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -34,9 +36,9 @@ def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
         eps=recipe.train.adam_eps,
         fused=True,
     )
-    engine, *_ = deepspeed.initialize(
-        model=gpt, optimizer=optimizer, config=deepspeed_config(recipe), dist_init_required=False
-    )
+    config = deepspeed_config(recipe)
+    with redirect_stdout(io.StringIO()):  # some of its optimizers print the memory in use at every step of their making
+        engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
 
 

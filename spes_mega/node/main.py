@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -51,6 +52,8 @@ def _prepare_process() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # each rank would take all cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    # DeepSpeed calls what the newest torch renames
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import spes_mega.model  # noqa: F401 - before anything else imports Megatron-Core: it knows how to do that quietly
 
 
