@@ -148,13 +148,14 @@ def larger_dense(tmp_path_factory):
 
 
 MEASURE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from spes_mega.layout import open_checkpoint
 from spes_mega.recipe import UpcycleSection
 from upcycle.pipeline import upcycle
 from upcycle.plan import make_plan
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # not ru_maxrss: a child inherits that of its parent
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before = peak()
 with open_checkpoint(Path(sys.argv[1])) as source:
     upcycle(source, Path(sys.argv[2]), make_plan(source, UpcycleSection(num_experts=int(sys.argv[3]))))
@@ -165,16 +166,13 @@ print(peak() - before)
 def test_memory_stays_bounded(larger_dense, tmp_path):
     total = sum(file.stat().st_size for file in larger_dense.glob("*.safetensors"))
     assert total > 80_000_000
-    grown = []
-    for experts in (2, 6):
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, larger_dense, tmp_path / f"moe-{experts}", str(experts)],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        grown.append(int(done.stdout))
-    # One matrix of 2 MB in and out, and the draws of its noise; the rest is what torch sets up once.
-    assert max(grown) < 40_000_000
-    assert grown[1] - grown[0] < 8_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, larger_dense, tmp_path / "moe", "6"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert sum(file.stat().st_size for file in (tmp_path / "moe").glob("*.safetensors")) > 400_000_000
+    # A matrix of 2 MB in and out, the draws of its noise, and what torch sets up once: 19 to 29 MB were seen.
+    assert int(done.stdout) < 45_000_000
 
 
 def test_sigterm_leaves_nothing_half_written(larger_dense, tmp_path):
