@@ -119,6 +119,17 @@ class Rounds:
                 self._check_alive()
             return self._round
 
+    def settle(self) -> None:
+        """Wait while the open round is being closed, so that nobody is given a state that is about to be replaced.
+
+        Raises what `wait_round` raises.
+        """
+        with self._changed:
+            while self._closing:
+                self._check_alive()
+                self._changed.wait(POLL_S)
+            self._check_alive()
+
     # what the hub does
 
     def await_close(self) -> tuple[int, tuple[int, ...]]:

@@ -95,6 +95,7 @@ class Run:
 
     def send(self, node: int, have_round: int | None) -> Iterator[pb.PullReply]:
         """The newest state for a node, without what it alone owns if it already has just that."""
+        self.rounds.settle()
         record = self.newest
         names = list(self.shapes)
         if partial := have_round == record.round - 1 and node in record.nodes and not record.merged:

@@ -1,0 +1,71 @@
+"""A hub in a thread of this process, reached over real gRPC on loopback."""
+
+import threading
+
+import pytest
+
+from spes_mega.hub import server as server_module
+from spes_mega.hub.client import HubClient
+from spes_mega.hub.console import Console
+from spes_mega.hub.run import Run
+from spes_mega.hub.server import HubServer
+
+
+class RunningHub:
+    def __init__(self, recipe, state, *, init=None, token=None):
+        self.recipe = recipe
+        self.state = state
+        self.run = Run(recipe, state, init, Console())
+        self.server = HubServer(self.run, "127.0.0.1:0", token, Console())
+        self.address = self.server.address
+        self.error = None
+        self.finished = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self):
+        try:
+            self.finished = self.server.serve()
+        except Exception as e:
+            self.error = e
+
+    def join(self, timeout=30):
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the hub did not end"
+        return self
+
+    def stop(self):
+        self.server.stop()
+        return self.join()
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(server_module, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(server_module, "LINGER_S", 0.5)
+
+
+@pytest.fixture
+def start_hub(tmp_path):
+    hubs = []
+
+    def start(recipe, state=None, **options):
+        hubs.append(RunningHub(recipe, state or tmp_path / "state", **options))
+        return hubs[-1]
+
+    yield start
+    for hub in hubs:
+        hub.stop()
+
+
+@pytest.fixture
+def connect():
+    clients = []
+
+    def connect(hub, node, *, recipe=None, token=None):
+        clients.append(HubClient.for_recipe(recipe or hub.recipe, hub.address, node, token=token))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()

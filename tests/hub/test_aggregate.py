@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from hub.fabricated import assert_same, fabricate, make_recipe, merged, next_state, ownership, read_state, shapes_of
+from spes_mega.hub import aggregate, payload
+from spes_mega.hub.aggregate import Merge, Mixture, merge_of, write_next_state
+from spes_mega.hub.payload import StoredPayload, write_payload
+from spes_mega.layout.initialize import initial_tensor
+from spes_mega.layout.names import expected_tensors
+from spes_mega.layout.reader import open_checkpoint
+from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.outer.codecs import FP32
+
+
+def aggregated(tmp_path, recipe, pushes, merge=None):
+    """(state before, state after) through files, as the hub does it."""
+    with CheckpointWriter(tmp_path / "old", recipe.model, torch.float32, fsync=False) as writer:
+        for name, shape in expected_tensors(recipe.model).items():
+            writer.write(name, initial_tensor(recipe.model, name, shape, 5))
+    stored = {}
+    for node, tensors in pushes.items():
+        path = tmp_path / f"push-{node}"
+        with path.open("wb") as file:
+            write_payload(file, shapes_of(recipe, node), tensors.items(), FP32, {})
+        stored[node] = StoredPayload.open(path, FP32, f"push {node}")
+    with open_checkpoint(tmp_path / "old") as previous:
+        mixture = Mixture(previous, stored, ownership(recipe))
+        with CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer:
+            write_next_state(writer, mixture, recipe.model, merge, lambda: None)
+    return read_state(tmp_path / "old"), read_state(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "nodes"),
+    [
+        ("equal", (0, 1, 2)),
+        ("equal", (0, 2)),  # nobody pushed node 1's experts: they stay
+        ("all", (0, 1, 2)),
+        ([[0, 1], [1, 2], [3, 0]], (0, 1)),
+    ],
+)
+def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, nodes):
+    recipe = make_recipe(num_nodes=3, ownership=assignment)
+    pushes = {node: fabricate(recipe, node, 0) for node in nodes}
+    old, new = aggregated(tmp_path, recipe, dict(reversed(pushes.items())))
+    assert_same(new, next_state(recipe, old, pushes))
+
+
+@pytest.mark.parametrize("experts", [1, 3, 4, 7])
+@pytest.mark.parametrize("budget", [payload.SLICE_BYTES, 600])
+def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
+    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: payload.row_slices(*args, **kw, budget=budget))
+    recipe = make_recipe(
+        {
+            "num_experts": experts,
+            "top_k": 1,
+            "norm_topk_prob": False,
+            "num_layers": 3,
+            "dense_layers": [1],
+            "ffn_hidden_size": 20,
+        }
+    )
+    pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
+    old, new = aggregated(tmp_path, recipe, pushes, Merge(0.3, 4))
+    expected = next_state(recipe, old, pushes, alpha=0.3)
+    for name, tensor in expected.items():
+        # means in fp32 against fp64
+        torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-6)
+    moved = merged(recipe, new, 0.3) if experts > 1 else None
+    if moved:
+        name = "model.layers.0.mlp.experts.0.down_proj.weight"
+        assert not torch.allclose(new[name], next_state(recipe, old, pushes)[name], atol=1e-3)
+
+
+def test_when_a_merge_is_due_and_how_strong_it_is():
+    recipe = make_recipe(train={"steps": 95}, sync_every=10, merge_interval=25, merge_steps=80, merge_alpha=0.4)
+    due = {round_: merge_of(recipe, round_) for round_ in range(recipe.num_rounds)}
+    # multiples of 25 lie in (20, 30], (40, 50], (70, 80]; at step 80 merging has ended
+    assert {round_: merge.alpha for round_, merge in due.items() if merge} == pytest.approx({2: 0.25, 4: 0.15})
+    assert due[2].num_donors == 4
+    assert merge_of(make_recipe(), 0) is None
+    one = {"num_experts": 1, "top_k": 1, "norm_topk_prob": False}
+    assert merge_of(make_recipe(one, merge_interval=10, merge_steps=100), 0) is None

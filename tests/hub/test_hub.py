@@ -1,0 +1,386 @@
+"""The hub over real gRPC on loopback: rounds, what is refused, and what nodes are told."""
+
+import contextlib
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, read_state, shapes_of
+from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
+from spes_mega.hub import client as client_module
+from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
+from spes_mega.hub.console import Console
+from spes_mega.hub.payload import CHUNK_BYTES, chunk_of
+from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.run import Run
+from spes_mega.hub.server import HubServer
+from spes_mega.layout.names import expert_of
+from spes_mega.layout.writer import CheckpointWriter
+
+TOKENS = {0: 100, 1: 23}
+
+
+def trained(recipe, state, node, round_):
+    """What a node pushes: what it pulled, moved by a made-up step."""
+    return {name: state[name] + step for name, step in fabricate(recipe, node, round_).items()}
+
+
+def take_part(client, recipe, node):
+    """Train by fabrication until the run is finished; returns the state that the node ends with."""
+    client.join()
+    round_, state = pull(client)
+    while round_ < recipe.num_rounds:
+        mine = trained(recipe, state, node, round_)
+        push(client, recipe, round_, mine, TOKENS[node])
+        client.wait_round(round_ + 1)
+        state.update(mine)
+        round_, news = pull(client, round_)
+        state.update(news)
+    client.leave()
+    return state
+
+
+@pytest.mark.parametrize("merging", [False, True])
+def test_two_nodes_through_all_rounds_equal_the_reference(start_hub, connect, tmp_path, merging):
+    # 4 rounds of 10 steps; merging ends after step 30
+    recipe = make_recipe(merge_interval=10 if merging else 1000, merge_steps=31, merge_alpha=0.62)
+    alphas = [0.42, 0.22, 0.02, None] if merging else [None] * 4
+    hub = start_hub(recipe)
+    expected = read_state(tmp_path / "state/rounds/000000")
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda node: take_part(connect(hub, node), recipe, node), (0, 1)))
+    assert hub.join().finished
+    final = read_state(tmp_path / "state/snapshots/round-000004")
+    assert_same(ends[0], final)
+    assert_same(ends[1], final)
+    for round_, alpha in enumerate(alphas):
+        expected = next_state(recipe, expected, {n: trained(recipe, expected, n, round_) for n in (0, 1)}, alpha)
+    if merging:
+        for name, tensor in expected.items():  # merged in fp64 here, in fp32 there
+            torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-5)
+    else:
+        assert_same(final, expected)
+    ledger = json.loads((tmp_path / "state/rounds/000004/round.json").read_text())["ledger"]
+    assert [r["merge_alpha"] for r in ledger["rounds"]] == [None, *map(pytest.approx, alphas)]
+    assert [r["tokens"] for r in ledger["rounds"]] == [0, 123, 123, 123, 123]
+    assert [r["step"] for r in ledger["rounds"]] == [0, 10, 20, 30, 40]
+    assert ledger["merges"] == 3 * merging
+
+
+def test_what_travels_is_what_is_needed(start_hub, connect):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    clients = [connect(hub, node) for node in (0, 1)]
+    for node, client in enumerate(clients):
+        client.join()
+        assert len(pull(client)[1]) == len(hub.run.shapes)
+        push(client, recipe, 0, fabricate(recipe, node, 0))
+    numbers = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values())
+    assert 4 * numbers < clients[0].bytes_up < 4 * numbers + 20_000
+    clients[0].wait_round(1)
+    before = clients[0].bytes_down
+    with clients[0].pull(have_round=0) as partial:
+        assert not partial.full
+        assert {expert_of(name).expert for name in partial.shapes if expert_of(name)} == {2, 3}
+    assert clients[0].bytes_down - before < before
+    with clients[1].pull() as full:  # it does not say what it has
+        assert full.full
+        assert len(full.shapes) == len(hub.run.shapes)
+    traffic = clients[0].status()["nodes"][0]
+    assert (traffic["bytes_up"], traffic["bytes_down"]) == (clients[0].bytes_up, clients[0].bytes_down)
+
+
+def test_a_payload_of_many_chunks_and_over_the_limit_of_a_message(start_hub, connect):
+    recipe = make_recipe({"vocab_size": 90_000, "tie_embeddings": True}, {"steps": 10}, num_nodes=1)
+    hub = start_hub(recipe)
+    client = connect(hub, 0)
+    state = take_part(client, recipe, 0)
+    assert client.bytes_up > max(2 * CHUNK_BYTES, 4 << 20)
+    initial = read_state(hub.state / "rounds/000000")
+    assert_same(state, trained(recipe, initial, 0, 0))
+
+
+def nan_push(recipe):
+    tensors = fabricate(recipe, 0, 0)
+    tensors["model.norm.weight"][3] = float("nan")
+    return tensors
+
+
+def renamed_push(recipe):
+    tensors = fabricate(recipe, 0, 0)
+    # an expert of node 1 in the place of an own one: as many bytes, and a name as long
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    return {n.replace("experts.0", "experts.3") if n == name else n: t for n, t in tensors.items()}
+
+
+def reshaped_push(recipe):
+    tensors = fabricate(recipe, 0, 0)
+    name = "model.layers.1.mlp.experts.1.down_proj.weight"
+    return {n: t.T.contiguous() if n == name else t for n, t in tensors.items()}
+
+
+def short_push(recipe):
+    return dict(list(fabricate(recipe, 0, 0).items())[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (nan_push, "push of node 0: model.norm.weight has NaN or infinite values"),
+        (renamed_push, r"tensor model.layers.0.mlp.experts.0.up_proj.weight is missing"),
+        (reshaped_push, r"experts.1.down_proj.weight has shape \(12, 16\), expected \(16, 12\)"),
+        (short_push, "a push of .* bytes: the tensors of this node take"),
+    ],
+)
+def test_a_faulty_push_is_refused_and_changes_nothing(start_hub, connect, tmp_path, spoil, message):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    client = connect(hub, 0)
+    client.join()
+    with pytest.raises(PayloadError, match=message):
+        push(client, recipe, 0, spoil(recipe))
+    assert list((tmp_path / "state/pushes/000000").iterdir()) == []
+    status = client.status()
+    assert status["waiting_for"] == [0, 1]
+    assert [(r["node"], r["round"]) for r in status["rejected"]] == [(0, 0)]
+    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    assert client.status()["waiting_for"] == [1]
+    assert client.status()["nodes"][0]["last_pushed_round"] == 0
+
+
+def raw_push(client, chunks, total, **opening):
+    fields = {"caller": client._caller, "round": 0, "codec": "fp32", "total_bytes": total} | opening
+    requests = [pb.PushRequest(opening=pb.PushOpening(**fields)), *(pb.PushRequest(chunk=c) for c in chunks)]
+    return client._channel.call("Push", iter(requests), 10)
+
+
+def test_streams_that_are_no_push_are_refused(start_hub, connect, tmp_path):
+    recipe = make_recipe()
+    client = connect(start_hub(recipe), 0)
+    client.join()
+    size = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values()) * 4 + 1000
+    data = b"\xff" * size
+    damaged = chunk_of(0, data)
+    damaged.crc32 ^= 1
+    with pytest.raises(PayloadError, match="a push begins with its opening"):
+        client._channel.call("Push", iter([pb.PushRequest(chunk=damaged)]), 10)
+    for chunks, message in (
+        ([damaged], "bad checksum"),
+        ([chunk_of(0, data[:-1])], f"ended after {size - 1} of {size}"),
+        ([chunk_of(0, data)], "not a safetensors file"),
+    ):
+        with pytest.raises(PayloadError, match=message):
+            raw_push(client, chunks, size)
+    with pytest.raises(PayloadError, match="unknown codec 'pickle'"):
+        raw_push(client, [], size, codec="pickle")
+    with pytest.raises(PayloadError, match="a push of 1099511627776 bytes"):
+        raw_push(client, [], 1 << 40)
+    assert list((tmp_path / "state/pushes/000000").iterdir()) == []
+    assert len(client.status()["rejected"]) == 5
+
+
+def test_the_same_push_again_is_accepted_and_another_one_refused(start_hub, connect):
+    recipe = make_recipe()
+    client = connect(start_hub(recipe), 0)
+    client.join()
+    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    with pytest.raises(HubRefusedError, match="already pushed other values in this round; the first ones stay"):
+        push(client, recipe, 0, fabricate(recipe, 0, 0, salt="other"))
+    assert len(client.status()["rejected"]) == 1
+    assert client.join().pushed
+
+
+def test_pushes_in_the_same_instant_make_one_round_each(start_hub, connect, tmp_path):
+    recipe = make_recipe(num_nodes=4)
+    hub = start_hub(recipe)
+    initial = read_state(tmp_path / "state/rounds/000000")
+    clients = [connect(hub, node) for node in range(4)]
+    for client in clients:
+        client.join()
+    barrier = threading.Barrier(8)
+
+    def push_at_once(node):
+        barrier.wait()
+        push(clients[node % 4], recipe, 0, fabricate(recipe, node % 4, 0))
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(push_at_once, node) for node in range(8)]:
+            with contextlib.suppress(StaleRoundError):  # the doubled push came after the close
+                future.result()
+    assert clients[0].wait_round(1) == 1
+    pushes = {node: fabricate(recipe, node, 0) for node in range(4)}
+    assert_same(pull(clients[0])[1], next_state(recipe, initial, pushes))
+
+
+def test_a_late_push_is_refused_and_the_node_goes_on(start_hub, connect, tmp_path):
+    recipe = make_recipe(min_nodes=1, round_deadline_s=0.8, rpc_deadline_s=0.8, join_deadline_s=20)
+    hub = start_hub(recipe)
+    patient = make_recipe()
+    fast, slow = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    for client in (fast, slow):
+        client.join()
+    initial = pull(slow)[1]
+    push(fast, recipe, 0, fabricate(recipe, 0, 0))
+    assert slow.wait_round(1) == 1  # waiting is no sign that its own push is still to come
+    with pytest.raises(StaleRoundError, match="round 0 is closed: wait for round 1"):
+        push(slow, recipe, 0, fabricate(recipe, 1, 0))
+    with slow.pull(have_round=0) as pulled:
+        assert pulled.full  # its own training was not averaged: it must take the hub's values of its experts
+        assert_same(dict(pulled), next_state(patient, initial, {0: fabricate(recipe, 0, 0)}))
+    push(slow, recipe, 1, fabricate(recipe, 1, 1))
+    push(fast, recipe, 1, fabricate(recipe, 0, 1))
+    assert slow.wait_round(2) == 2
+    records = slow.status()["rounds"]
+    assert [record["nodes"] for record in records] == [[], [0], [0, 1]]
+    assert [(r["node"], r["round"]) for r in slow.status()["rejected"]] == [(1, 0)]
+    fast.close()
+    slow.close()
+
+
+def test_who_never_joins_is_named_to_those_who_wait(start_hub, connect):
+    recipe = make_recipe(join_deadline_s=0.7)
+    hub = start_hub(recipe)
+    client = connect(hub, 1)
+    client.join()
+    with pytest.raises(DeadlineError, match=r"node 0 did not join within 0.7 s"):
+        client.wait_round(1)
+    assert isinstance(hub.join().error, DeadlineError)
+
+
+def test_who_never_pushes_is_named_to_those_who_wait(start_hub, connect):
+    recipe = make_recipe(round_deadline_s=0.7, rpc_deadline_s=0.7)
+    hub = start_hub(recipe)
+    zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    zero.join()
+    one.join()
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    with pytest.raises(DeadlineError, match=r"round 0: node 1 did not push within 0.7 s"):
+        zero.wait_round(1)
+    assert "node 1 did not push" in str(hub.join().error)
+
+
+def test_strangers_are_refused_by_name(start_hub, connect):
+    recipe = make_recipe()
+    hub = start_hub(recipe, token="right")
+    with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
+        connect(hub, 0).join()
+    with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
+        push(connect(hub, 0, token="wrong"), recipe, 0, fabricate(recipe, 0, 0))
+    with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
+        connect(hub, 0, token="wrong").pull()
+    with pytest.raises(HubRefusedError, match="node 1 has another recipe"):
+        connect(hub, 1, recipe=make_recipe(sync_every=7), token="right").join()
+    with pytest.raises(HubRefusedError, match=r"there is no node 2: spes.num_nodes is 2 \(0..1\)"):
+        connect(hub, 2, token="right").pull()
+    client = connect(hub, 0, token="right")
+    client._caller.protocol = 99
+    with pytest.raises(HubRefusedError, match="speaks protocol 99, the hub 1"):
+        client.join()
+    assert connect(hub, 0, token="right").join().round == 0
+    with grpc.insecure_channel(hub.address) as channel:  # probes have no token
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_second_process_of_a_node_takes_over(start_hub, connect):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    old, new = connect(hub, 0), connect(hub, 0)
+    old.join()
+    new.join()
+    with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
+        push(old, recipe, 0, fabricate(recipe, 0, 0))
+    push(new, recipe, 0, fabricate(recipe, 0, 0))
+
+
+def test_a_download_that_was_damaged_is_done_again(start_hub, connect, monkeypatch):
+    recipe = make_recipe(num_nodes=1)
+    client = connect(start_hub(recipe), 0)
+    taken = 0
+    take = client_module.ChunkSink.take
+
+    def damaging(self, chunk):
+        nonlocal taken
+        taken += 1
+        if taken == 1:
+            chunk.data = bytes(len(chunk.data))
+        take(self, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module.ChunkSink, "take", damaging)
+        assert len(pull(client)[1]) == len(shapes_of(recipe, 0))
+    assert taken > 1
+
+
+def test_it_starts_from_a_checkpoint_of_the_right_shape_only(start_hub, connect, tmp_path):
+    recipe = make_recipe(num_nodes=1)
+    init = fabricate(recipe, 0, 99)
+    with CheckpointWriter(tmp_path / "init", recipe.model, torch.bfloat16) as writer:
+        for name, tensor in init.items():
+            writer.write(name, tensor)
+    (tmp_path / "init/tokenizer.json").write_text("{}")
+    hub = start_hub(recipe, init=tmp_path / "init")
+    assert_same(pull(connect(hub, 0))[1], {name: tensor.bfloat16().float() for name, tensor in init.items()})
+    assert (tmp_path / "state/rounds/000000/tokenizer.json").read_text() == "{}"
+    other = make_recipe({"num_experts": 8, "vocab_size": 65}, num_nodes=1)
+    with pytest.raises(CheckpointError, match=r"num_experts: 8 expected, 4 found.*vocab_size: 65 expected, 64 found"):
+        start_hub(other, tmp_path / "other", init=tmp_path / "init")
+
+
+def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsys):
+    recipe = make_recipe(train={"steps": 20})
+    hub = start_hub(recipe)
+    initial = read_state(tmp_path / "state/rounds/000000")
+    zero, one = connect(hub, 0), connect(hub, 1)
+    zero.join()
+    one.join()
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    assert hub.stop().finished is False
+    with pytest.raises(StoreError, match="another recipe"):
+        start_hub(make_recipe())
+    again = start_hub(recipe, init=tmp_path)
+    assert "going on from round 0/2" in (text := capsys.readouterr().out)
+    assert f"--init {tmp_path} is ignored" in text
+    zero, one = connect(again, 0), connect(again, 1)
+    assert one.status()["waiting_for"] == [1]
+    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    assert zero.wait_round(1) == 1
+    pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
+    assert_same(pull(zero, None)[1], next_state(recipe, initial, pushes))
+
+
+def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tmp_path):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    client = connect(hub, 1)
+    client.join()
+    push(client, recipe, 0, fabricate(recipe, 1, 0))
+    hub.stop()
+    path = tmp_path / "state/pushes/000000/node-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    client = connect(start_hub(recipe), 1)
+    status = client.status()
+    assert status["waiting_for"] == [0, 1]
+    assert "damaged on the hub's disk" in status["rejected"][0]["reason"]
+    push(client, recipe, 0, fabricate(recipe, 1, 0))
+    assert client.status()["waiting_for"] == [0]
+
+
+def test_a_hub_that_is_not_there_is_named():
+    client = HubClient("127.0.0.1:1", 0, "", rpc_deadline_s=0.5)
+    with client, pytest.raises(DeadlineError, match=r"hub at 127\.0\.0\.1:1: no success within 0\.5 s"):
+        client.join()
+
+
+def test_two_hubs_on_one_port_are_refused(start_hub, tmp_path):
+    hub = start_hub(make_recipe())
+    run = Run(make_recipe(), tmp_path / "second", None, Console())
+    with pytest.raises(HubRefusedError, match="is the port in use"):
+        HubServer(run, hub.address, None, Console())
+    run.close()

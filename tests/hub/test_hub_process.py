@@ -1,0 +1,208 @@
+"""The hub as its own process: the command, crashes, signals, memory, and what it leaves."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
+from spes_mega.hub.client import HubClient
+from spes_mega.tools.status import command as status_command
+
+TOKEN = "a-token-for-tests"
+
+
+class HubProcess:
+    def __init__(self, folder, raw, *options, port=0):
+        self.recipe = make_recipe(raw.get("model"), raw.get("train"), **raw.get("spes", {}))
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        arguments = ["hub", path, "--state", folder / "state", "--listen", f"127.0.0.1:{port}", *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spes_mega.cli", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"SPES_MEGA_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        )
+        self.output = ""
+        self.address = self.read_until("hub listening on ").split()[-1]
+
+    def read_until(self, start):
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"the hub ended without a line {start!r}:\n{self.output}")
+
+    def end(self, timeout=30):
+        self.output += self.process.communicate(timeout=timeout)[0]
+        return self.process.returncode
+
+    def kill(self):
+        self.process.kill()
+        self.end()
+
+    def peak_rss(self):
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+    def client(self, node):
+        return HubClient.for_recipe(self.recipe, self.address, node, token=TOKEN)
+
+
+@pytest.fixture
+def start_process(tmp_path):
+    hubs = []
+
+    def start(raw, *options, folder=tmp_path, port=0):
+        hubs.append(HubProcess(folder, raw, *options, port=port))
+        return hubs[-1]
+
+    yield start
+    for hub in hubs:
+        if hub.process.poll() is None:
+            hub.kill()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def take_part(client, recipe, node):
+    round_ = client.join().round
+    while round_ < recipe.num_rounds:
+        with client.pull() as pulled:
+            round_ = pulled.round
+        push(client, recipe, round_, fabricate(recipe, node, round_))
+        round_ = client.wait_round(round_ + 1)
+    client.leave()
+    client.close()
+
+
+def test_a_killed_hub_goes_on_with_what_was_committed(start_process, tmp_path):
+    raw = raw_recipe(train={"steps": 20, "seq_len": 16})
+    port = free_port()
+    hub = start_process(raw, port=port)
+    recipe = hub.recipe
+    zero, one = hub.client(0), hub.client(1)
+    zero.join()
+    one.join()
+    for node, client in enumerate((zero, one)):
+        push(client, recipe, 0, fabricate(recipe, node, 0))
+    assert zero.wait_round(1) == 1
+    before = pull(zero)[1]
+    push(zero, recipe, 1, fabricate(recipe, 0, 1))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(zero.wait_round, 2)  # the client outlives the crash of the hub
+        hub.kill()
+        (tmp_path / "state/rounds/.000002.partial-00").mkdir()  # as if it had been writing the next state
+        again = start_process(raw, port=port)
+        assert one.status()["waiting_for"] == [1]
+        assert_same(pull(one)[1], before)
+        push(one, recipe, 1, fabricate(recipe, 1, 1))
+        assert waiting.result(timeout=20) == 2
+    expected = next_state(recipe, before, {node: fabricate(recipe, node, 1) for node in (0, 1)})
+    assert_same(pull(zero, 1)[1], {name: t for name, t in expected.items() if not owned_by_node_0(name)})
+    zero.leave()
+    one.leave()
+    assert again.end() == 0
+    assert "going on from round 1/2" in again.output
+    assert "run finished at round 2" in again.output
+    assert sorted(path.name for path in (tmp_path / "state/rounds").iterdir()) == ["000001", "000002"]
+    assert_same(read_state(tmp_path / "state/snapshots/round-000002"), expected)
+    zero.close()
+    one.close()
+
+
+def owned_by_node_0(name):
+    return ".experts.0." in name or ".experts.1." in name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_it_cleanly(start_process, tmp_path, number):
+    hub = start_process(raw_recipe())
+    client = hub.client(0)
+    client.join()
+    push(client, hub.recipe, 0, fabricate(hub.recipe, 0, 0))
+    hub.process.send_signal(number)
+    assert hub.end() == 0
+    assert hub.output.endswith("hub stopped at round 0\n")
+    files = sorted(path.name for path in (tmp_path / "state").rglob("*") if path.is_file())
+    assert files == [
+        "config.json",
+        "lock",
+        "model.safetensors",
+        "node-000.safetensors",
+        "round.json",
+        "run.json",
+    ]
+    client.close()
+
+
+def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):
+    monkeypatch.setenv("SPES_MEGA_TOKEN", TOKEN)
+    hub = start_process(raw_recipe(), "--set", "spes.round_deadline_s=4", "--set", "spes.rpc_deadline_s=4")
+    clients = [hub.client(node) for node in (0, 1)]
+    for client in clients:
+        client.join()
+    push(clients[1], hub.recipe, 0, fabricate(hub.recipe, 1, 0))
+    runner = CliRunner()
+    text = runner.invoke(status_command, ["--hub", hub.address]).output
+    assert "fabricated: round 0/4  step 0/40  merges 0" in text
+    assert "waiting for the push of: 0" in text
+    assert "node 1  joined  last pushed round 0" in text
+    status = json.loads(runner.invoke(status_command, ["--hub", hub.address, "--json"]).output)
+    assert [node["state"] for node in status["nodes"]] == ["joined", "joined"]
+    assert [node["last_pushed_round"] for node in status["nodes"]] == [None, 0]
+    assert hub.end() == 7
+    assert "error: round 0: node 0 did not push within 4 s" in hub.output
+    for client in clients:
+        client.close()
+
+
+def test_the_last_snapshot_opens_in_transformers(start_process, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    raw = raw_recipe(train={"steps": 10, "seq_len": 16}, num_nodes=1)
+    hub = start_process(raw)
+    take_part(hub.client(0), hub.recipe, 0)
+    assert hub.end() == 0
+    assert "round 1/1  step 10  nodes 0  " in hub.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "state/snapshots/round-000001")
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    expected = fabricate(hub.recipe, 0, 0)
+    assert torch.equal(model.model.norm.weight, expected["model.norm.weight"])
+    assert torch.equal(model.lm_head.weight, expected["lm_head.weight"])
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_memory_does_not_grow_with_the_nodes(start_process, tmp_path):
+    peaks = {}
+    for nodes in (2, 8):
+        folder = tmp_path / str(nodes)
+        folder.mkdir()
+        # a payload of 33 MB a node: 8 of them held in memory would show
+        raw = raw_recipe(
+            {"vocab_size": 256_000, "hidden_size": 32, "num_experts": 8, "tie_embeddings": True},
+            {"steps": 20, "seq_len": 16},
+            num_nodes=nodes,
+            sync_every=10,
+        )
+        hub = start_process(raw, folder=folder)
+        with ThreadPoolExecutor(nodes) as pool:
+            for future in [pool.submit(take_part, hub.client(node), hub.recipe, node) for node in range(nodes)]:
+                future.result()
+        peaks[nodes] = hub.peak_rss() if hub.process.poll() is None else None
+        assert hub.end() == 0
+    # buffers of 6 more transfers under way at once, against 200 MB of payloads more
+    assert peaks[8] - peaks[2] < 80e6, peaks

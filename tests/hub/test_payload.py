@@ -1,0 +1,152 @@
+import io
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_mega.hub import payload as payload_module
+from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.payload import (
+    CHUNK_BYTES,
+    ChunkSink,
+    StoredPayload,
+    chunk_of,
+    data_bytes,
+    file_chunks,
+    header_limit,
+    payload_header,
+    piece_chunks,
+    row_slices,
+    write_payload,
+)
+from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.outer.codecs import FP32
+
+SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2, 2)}
+TENSORS = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def stored():
+    with tempfile.TemporaryFile() as file:
+        write_payload(file, SHAPES, TENSORS.items(), FP32, {"tokens": "7"})
+        yield file
+
+
+def test_round_trip_by_tensor_and_by_rows(stored):
+    payload = StoredPayload(stored, FP32, "x")
+    assert payload.shapes == SHAPES
+    assert payload.header.metadata == {"tokens": "7"}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(payload.read(name), tensor)
+        assert torch.equal(payload.read_rows(name, 1, 2), tensor[1:2])
+    payload.check(SHAPES)
+    payload.check_finite()
+    header = payload_header(SHAPES, FP32, {"tokens": "7"})
+    assert payload.size == len(header) + data_bytes(SHAPES, FP32)
+    assert len(header) < header_limit(SHAPES)
+
+
+def test_tensors_out_of_turn_are_refused_where_they_are_written():
+    with pytest.raises(ValueError, match=r"tensor b of shape \(5,\) given where .*'a'"):
+        write_payload(io.BytesIO(), SHAPES, [("b", TENSORS["b"])], FP32, {})
+    with pytest.raises(ValueError, match="tensor b was not given"):
+        write_payload(io.BytesIO(), SHAPES, [("a", TENSORS["a"])], FP32, {})
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        (SHAPES | {"d": (1,)}, "tensor d is missing"),
+        ({"a": (3, 4), "b": (5,)}, "tensor c was not expected"),
+        (SHAPES | {"a": (4, 3)}, r"a has shape \(3, 4\), expected \(4, 3\)"),
+    ],
+)
+def test_other_names_and_shapes_are_named(stored, expected, message):
+    with pytest.raises(PayloadError, match=message):
+        StoredPayload(stored, FP32, "x").check(expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_named(bad):
+    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    tensors["c"][1, 1, 1] = bad
+    with tempfile.TemporaryFile() as file:
+        write_payload(file, SHAPES, tensors.items(), FP32, {})
+        with pytest.raises(PayloadError, match="x: c has NaN or infinite values"):
+            StoredPayload(file, FP32, "x").check_finite()
+
+
+def test_a_file_of_another_length_than_its_header_says_is_refused(stored):
+    stored.seek(0, 2)
+    stored.write(b"1234")
+    stored.flush()
+    with pytest.raises(PayloadError, match="bytes, the header speaks of"):
+        StoredPayload(stored, FP32, "x")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_payload_or_a_payload_error(content):
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        with pytest.raises(PayloadError):
+            StoredPayload(file, FP32, "x").check(SHAPES)
+
+
+def collect(chunks, total):
+    with tempfile.TemporaryFile() as file:
+        sink = ChunkSink(file, total)
+        for chunk in chunks:
+            sink.take(chunk)
+        sink.finish()
+        file.seek(0)
+        return file.read()
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=10))
+def test_pieces_of_any_size_arrive_as_one_stream(pieces):
+    whole = b"".join(pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payload_module, "CHUNK_BYTES", 16)
+        chunks = list(piece_chunks(pieces))
+    assert all(len(chunk.data) == 16 for chunk in chunks[:-1])
+    assert collect(chunks, len(whole)) == whole
+
+
+def test_a_file_longer_than_a_chunk_arrives_whole():
+    whole = torch.arange(CHUNK_BYTES // 2, dtype=torch.int32).numpy().tobytes() + b"x"
+    with tempfile.TemporaryFile() as file:
+        file.write(whole)
+        file.flush()
+        chunks = list(file_chunks(file, len(whole)))
+    assert [len(chunk.data) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 1]
+    assert collect(chunks, len(whole)) == whole
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([chunk_of(0, b"ab"), chunk_of(3, b"cd")], "a chunk for byte 3 came where byte 2 was due"),
+        ([chunk_of(0, b"ab"), chunk_of(0, b"ab")], "a chunk for byte 0 came where byte 2 was due"),
+        ([chunk_of(0, b"abcde")], "more bytes came than the 4"),
+        ([chunk_of(0, b"")], "a chunk of 0 bytes"),
+        ([pb.Chunk(offset=0, crc32=1, data=b"ab")], "bad checksum of the chunk at byte 0"),
+        ([chunk_of(0, b"abc")], "the stream ended after 3 of 4 bytes"),
+    ],
+)
+def test_damaged_streams_are_refused(chunks, message):
+    with pytest.raises(PayloadError, match=message):
+        collect(chunks, 4)
+
+
+@given(st.integers(1, 50), st.integers(1, 30), st.integers(1, 5))
+def test_row_slices_cover_all_rows_within_the_budget(rows, columns, factor):
+    slices = list(row_slices((rows, columns), factor, budget=400))
+    assert [row for start, stop in slices for row in range(start, stop)] == list(range(rows))
+    for start, stop in slices:
+        assert stop - start == 1 or (stop - start) * columns * 4 * factor <= 400

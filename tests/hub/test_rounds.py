@@ -1,0 +1,180 @@
+import threading
+
+import pytest
+
+from spes_mega.errors import DeadlineError, HubRefusedError
+from spes_mega.hub.client import StaleRoundError
+from spes_mega.hub.rounds import Presence, Rounds, Stopped
+from spes_mega.recipe import SpesSection
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def make(clock, pushed=(), round_=0, **spes):
+    fields = {"num_nodes": 3, "join_deadline_s": 100, "round_deadline_s": 1000, "rpc_deadline_s": 10} | spes
+    return Rounds(SpesSection(**fields), round_, pushed, clock)
+
+
+def join(rounds, *nodes):
+    for node in nodes:
+        rounds.join(node, f"s{node}")
+
+
+def push(rounds, *nodes, round_=0):
+    for node in nodes:
+        rounds.commit_push(node, round_, lambda: None)
+
+
+def closes(rounds):
+    """Whether the round closes at once: (round, nodes) or None."""
+    rounds.stop()
+    try:
+        return rounds.await_close()
+    except Stopped:
+        return None
+    finally:
+        rounds._stopping = False
+
+
+def test_closes_when_all_have_pushed(clock):
+    rounds = make(clock)
+    join(rounds, 0, 1, 2)
+    push(rounds, 2, 0)
+    assert closes(rounds) is None
+    assert rounds.waiting_for() == [1]
+    push(rounds, 1)
+    assert closes(rounds) == (0, (0, 1, 2))
+
+
+def test_who_never_joins_is_named(clock):
+    rounds = make(clock)
+    join(rounds, 1)
+    clock.now = 99
+    assert closes(rounds) is None
+    clock.now = 100
+    with pytest.raises(DeadlineError, match=r"nodes 0, 2 did not join within 100 s"):
+        rounds.await_close()
+
+
+def test_who_never_pushes_is_named_and_the_clock_starts_when_all_are_there(clock):
+    rounds = make(clock)
+    join(rounds, 0, 1)
+    clock.now = 90
+    join(rounds, 2)
+    push(rounds, 0, 2)
+    assert closes(rounds) is None
+    clock.now = 1089
+    assert closes(rounds) is None
+    clock.now = 1090
+    with pytest.raises(DeadlineError, match="round 0: node 1 did not push within 1000 s"):
+        rounds.await_close()
+
+
+def test_min_nodes_suffice_at_the_deadline_and_the_missing_is_not_waited_for_until_heard_again(clock):
+    rounds = make(clock, min_nodes=2)
+    join(rounds, 0, 1, 2)
+    assert closes(rounds) is None
+    push(rounds, 0, 2)
+    assert closes(rounds) is None
+    clock.now = 1000
+    assert closes(rounds) == (0, (0, 2))
+    rounds.committed(1)
+    assert rounds.presence()[1] is Presence.MISSED
+    push(rounds, 0, 2, round_=1)
+    assert closes(rounds) == (1, (0, 2))
+    rounds.committed(2)
+    rounds.heard(1, "s1")
+    push(rounds, 0, 2, round_=2)
+    assert closes(rounds) is None
+    push(rounds, 1, round_=2)
+    assert closes(rounds) == (2, (0, 1, 2))
+
+
+def test_without_min_nodes_the_absent_are_not_waited_for_after_the_join_deadline(clock):
+    rounds = make(clock, min_nodes=2)
+    join(rounds, 0, 1)
+    push(rounds, 0, 1)
+    assert closes(rounds) is None
+    clock.now = 100
+    assert closes(rounds) == (0, (0, 1))
+
+
+def test_who_left_is_not_waited_for_but_its_push_counts(clock):
+    rounds = make(clock, min_nodes=2)
+    join(rounds, 0, 1, 2)
+    push(rounds, 0)
+    rounds.leave(0, "s0")
+    rounds.leave(1, "s1")
+    assert closes(rounds) is None
+    push(rounds, 2)
+    assert closes(rounds) == (0, (0, 2))
+
+
+def test_pushes_found_on_disk_after_a_restart_count_before_anybody_joins(clock):
+    rounds = make(clock, pushed={0, 1}, round_=5)
+    assert closes(rounds) is None
+    rounds.heard(2, "s2")
+    push(rounds, 2, round_=5)
+    assert closes(rounds) == (5, (0, 1, 2))
+    assert closes(make(clock, pushed={0, 1, 2}, round_=5)) == (5, (0, 1, 2))
+
+
+def test_closed_and_future_rounds_take_no_push(clock):
+    rounds = make(clock, round_=4)
+    join(rounds, 0, 1, 2)
+    with pytest.raises(StaleRoundError, match="round 3 is closed"):
+        rounds.check_open(3)
+    with pytest.raises(HubRefusedError, match="round 5 is not open yet: the open round is 4"):
+        rounds.check_open(5)
+    push(rounds, 0, 1, 2, round_=4)
+    assert closes(rounds)
+    with pytest.raises(StaleRoundError, match="round 4 is closed: wait for round 5"):
+        rounds.commit_push(0, 4, lambda: pytest.fail("renamed although the round was being closed"))
+
+
+def test_a_newer_process_of_a_node_replaces_the_older(clock):
+    rounds = make(clock)
+    rounds.join(0, "old")
+    rounds.heard(0, "old")
+    rounds.join(0, "new")
+    rounds.heard(0, "new")
+    with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
+        rounds.heard(0, "old")
+    rounds.leave(0, "old")
+    assert rounds.presence()[0] is Presence.JOINED
+
+
+def test_waiting_ends_with_the_commit_the_failure_or_the_stop(clock):
+    rounds = make(clock)
+    assert rounds.wait_round(1, 0.01) == 0
+    timer = threading.Timer(0.05, rounds.committed, [1])
+    timer.start()
+    assert rounds.wait_round(1, 10) == 1
+    rounds.fail(DeadlineError("node 2 is gone"))
+    with pytest.raises(DeadlineError, match="node 2 is gone"):
+        rounds.wait_round(2, 10)
+    assert rounds.wait_round(1, 10) == 1
+    stopped = make(clock)
+    stopped.stop()
+    with pytest.raises(Stopped):
+        stopped.wait_round(1, 10)
+
+
+def test_a_pull_waits_while_a_round_is_being_closed(clock):
+    rounds = make(clock)
+    join(rounds, 0, 1, 2)
+    push(rounds, 0, 1, 2)
+    assert closes(rounds)
+    threading.Timer(0.05, rounds.committed, [1]).start()
+    rounds.settle()
+    assert rounds.round == 1

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+
+from hub.fabricated import assert_same, make_recipe, read_state
+from spes_mega.errors import StoreError
+from spes_mega.hub import store as store_module
+from spes_mega.hub.initial import commit_initial
+from spes_mega.hub.ledger import Ledger
+from spes_mega.hub.store import Store
+from spes_mega.layout.initialize import initial_tensor
+from spes_mega.layout.names import expected_tensors
+
+
+@pytest.fixture
+def recipe():
+    return make_recipe(snapshot_every=2)
+
+
+@pytest.fixture
+def store(recipe, tmp_path):
+    store = Store(tmp_path / "state", recipe)
+    commit_initial(store, recipe, None)
+    yield store
+    store.close()
+
+
+def drawn(recipe):
+    seed = recipe.train.seed
+    return {name: initial_tensor(recipe.model, name, s, seed) for name, s in expected_tensors(recipe.model).items()}
+
+
+def commit_next(store, recipe):
+    newest = store.newest()
+    ledger = store.read_ledger(newest)
+
+    def fill(writer):
+        for name, tensor in drawn(recipe).items():
+            writer.write(name, tensor + (newest + 1))
+        ledger.close_round(newest + 1, recipe.step_at(newest + 1), [0, 1], 1.5, 100, None)
+        return ledger
+
+    store.commit(newest + 1, fill, base_config=None, copy_from=None)
+    return ledger.rounds[-1]
+
+
+def test_the_initial_state_is_drawn_from_the_seed(store, recipe):
+    assert store.newest() == 0
+    assert_same(read_state(store.round_dir(0)), drawn(recipe))
+    assert store.read_ledger(0).rounds[-1].round == 0
+
+
+def test_a_failed_commit_leaves_the_last_round_and_nothing_else(store, recipe, tmp_path):
+    def fill(writer):
+        name = next(iter(expected_tensors(recipe.model)))
+        writer.write(name, drawn(recipe)[name])
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        store.commit(1, fill, base_config=None, copy_from=None)
+    assert [path.name for path in (tmp_path / "state" / "rounds").iterdir()] == ["000000"]
+
+
+def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, tmp_path):
+    commit_next(store, recipe)
+    state = tmp_path / "state"
+    store.pushes_dir(0)
+    committed = store.pushes_dir(1) / "node-001.safetensors"
+    committed.write_bytes(b"x")
+    for leftover in ("rounds/.000002.partial-ab", "snapshots/.round-000001.partial-cd", "pushes/.000000.partial-old"):
+        (state / leftover).mkdir()
+        (state / leftover / "model.safetensors").write_bytes(b"half")
+    (store.pushes_dir(1) / "node-000.1234.part").write_bytes(b"half")
+    store.close()
+    again = Store(state, recipe)
+    try:
+        assert again.newest() == 1
+        assert sorted(path.name for path in (state / "rounds").iterdir()) == ["000000", "000001"]
+        assert list((state / "snapshots").iterdir()) == []
+        assert [path.relative_to(state).as_posix() for path in (state / "pushes").rglob("*")] == [
+            "pushes/000001",
+            "pushes/000001/node-001.safetensors",
+        ]
+    finally:
+        again.close()
+        store._lock = again._take_lock()
+
+
+def test_only_the_last_two_rounds_stay_and_snapshots_are_links_that_outlive_them(store, recipe, tmp_path):
+    for _ in range(4):
+        record = commit_next(store, recipe)
+        store.prune(record.round)
+        store.snapshot(record)
+    state = tmp_path / "state"
+    assert sorted(path.name for path in (state / "rounds").iterdir()) == ["000003", "000004"]
+    # every second round, and the last of the run
+    assert sorted(path.name for path in (state / "snapshots").iterdir()) == ["round-000002", "round-000004"]
+    linked = state / "snapshots/round-000004/model.safetensors"
+    assert linked.stat().st_ino == (state / "rounds/000004/model.safetensors").stat().st_ino
+    assert not (state / "snapshots/round-000004/round.json").exists()
+    expected = {name: tensor + 2 for name, tensor in drawn(recipe).items()}
+    assert_same(read_state(state / "snapshots/round-000002"), expected)
+    assert store.snapshot(record) is None
+
+
+def test_snapshots_are_copied_where_links_are_not_possible(store, recipe, monkeypatch):
+    def refuse(*paths):
+        raise OSError("no links here")
+
+    commit_next(store, recipe)
+    record = commit_next(store, recipe)
+    monkeypatch.setattr(store_module.os, "link", refuse)
+    assert_same(read_state(store.snapshot(record)), read_state(store.round_dir(2)))
+
+
+def test_another_recipe_and_another_hub_are_refused(store, tmp_path):
+    with pytest.raises(StoreError, match="another hub is using"):
+        Store(tmp_path / "state", make_recipe())
+    store.close()
+    with pytest.raises(StoreError, match="holds the rounds of another recipe"):
+        Store(tmp_path / "state", make_recipe(sync_every=5))
+    store._lock = store._take_lock()
+
+
+def test_damage_is_named(store, recipe, tmp_path):
+    path = tmp_path / "state/rounds/000000/round.json"
+    path.write_text(path.read_text().replace('"merges"', '"m"'))
+    with pytest.raises(StoreError, match=r"round\.json: damaged"):
+        store.read_ledger(0)
+    store.close()
+    (tmp_path / "state/run.json").write_text("{")
+    with pytest.raises(StoreError, match=r"run\.json: damaged"):
+        Store(tmp_path / "state", recipe)
+    (tmp_path / "state/run.json").unlink()
+    with pytest.raises(StoreError, match="missing beside committed rounds"):
+        Store(tmp_path / "state", recipe)
+    store._lock = store._take_lock()
+
+
+def test_the_ledger_survives_json_and_is_bounded():
+    ledger = Ledger.empty(2)
+    for round_ in range(1, 100):
+        ledger.count_up(1, 10)
+        ledger.count_down(0, round_)
+        ledger.pushed(1, round_ - 1)
+        ledger.reject(0, round_, "x" * 10_000)
+        ledger.reject(0, round_, "y")
+        ledger.close_round(round_, round_ * 5, [1], 2.0, 7, 0.5 if round_ % 10 == 0 else None)
+    again = Ledger.from_json(json.loads(json.dumps(ledger.as_json())))
+    assert again == ledger
+    assert again.merges == 9
+    assert again.nodes[1].bytes_up == 990
+    assert again.nodes[1].last_pushed_round == 98
+    assert (again.rounds[-1].bytes_up, again.rounds[-1].bytes_down) == (10, 99)
+    assert len(json.dumps(ledger.as_json())) < 40_000
