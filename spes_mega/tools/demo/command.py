@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from spes_mega.errors import SpesError, VerificationError
-from spes_mega.layout import expected_tensors, open_checkpoint
 from spes_mega.layout.counts import count_parameters
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe
@@ -104,7 +103,9 @@ def train_together(demo: Demo, init: Path) -> None:
     recipe, out = str(demo.out / "moe.yaml"), demo.out
     with Together() as together:
         hub = together.add(
-            demo.start("hub", "hub", recipe, "--init", str(init), "--state", str(out / "hub"), "--listen", "127.0.0.1:0")
+            demo.start(
+                "hub", "hub", recipe, "--init", str(init), "--state", str(out / "hub"), "--listen", "127.0.0.1:0"
+            )
         )
         address = hub.wait_for_line(r"listening on (\S+:\d+)", STAGE_DEADLINE_S)[1]
         for k in range(demo.moe.spes.num_nodes):
@@ -121,11 +122,17 @@ def newest_snapshot(state: Path) -> Path:
     return max((state / "snapshots").iterdir())
 
 
+def closed_rounds(state: Path) -> list[dict[str, Any]]:
+    """The hub's records of the rounds that it closed (the initial state, round 0, is none)."""
+    newest = max((state / "rounds").iterdir()) / "round.json"
+    return [record for record in json.loads(newest.read_text(encoding="utf-8"))["ledger"]["rounds"] if record["round"]]
+
+
 def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: float) -> dict[str, Any]:
     """The figures of the run, read from what hub and nodes wrote."""
     moe, out = demo.moe, demo.out
     nodes = [read_metrics(out / f"node-{k}/metrics.jsonl") for k in range(moe.spes.num_nodes)]
-    rounds = [json.loads(p.read_text()) for p in sorted((out / "hub/history").glob("*.json"))]
+    rounds = closed_rounds(out / "hub")
     counts = count_parameters(moe.model)
     ownership = ownership_of(moe.model.num_experts, moe.spes.num_nodes, moe.spes.ownership)
     synced = [row for rows in nodes for row in rows if row["bytes_up"]]
@@ -133,7 +140,7 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
         **losses,
         "nodes": moe.spes.num_nodes,
         "rounds": len(rounds),
-        "merges": sum(bool(r["merged"]) for r in rounds),
+        "merges": len(merges := [r["step"] for r in rounds if r["merge_alpha"] is not None]),
         "params_total": counts.total,
         "params_active": counts.active,
         "params_trainable_per_node": [counts.trainable(len(ownership.owned(k))) for k in range(moe.spes.num_nodes)],
@@ -142,12 +149,14 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
         "snapshot": str(snapshot),
         "seconds": round(seconds, 1),
         "round_steps": [r["step"] for r in rounds],
-        "merge_steps": [r["step"] for r in rounds if r["merged"]],
+        "merge_steps": merges,
     }
 
 
 @click.command(name="demo")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True, help="a new folder")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True, help="a new folder"
+)
 def command(out: Path) -> None:
     """Run the whole job on this machine in a few minutes.
 

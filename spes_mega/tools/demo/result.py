@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from spes_mega.layout.token_stream import TokenStream
+
 PROMPT = "The assert statement"
 
 
@@ -10,7 +12,9 @@ def open_snapshot(snapshot: Path) -> Any:
     """The snapshot through stock `AutoModelForCausalLM`, in fp32, ready for inference."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32).eval()
 
 
@@ -20,12 +24,10 @@ def transformers_loss(model: Any, prefix: Path, seq_len: int, windows_at_once: i
     Windows of `seq_len` predictions follow one another over the token stream, as in `spes-mega evaluate`;
     the last may be shorter.
     """
-    import numpy as np
     import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    dataset = IndexedDataset(str(prefix))
-    stream = torch.from_numpy(np.concatenate([dataset[i] for i in range(len(dataset))]).astype(np.int64))
+    source = TokenStream(prefix)
+    stream = torch.from_numpy(source.read(0, source.num_tokens))
     whole = (len(stream) - 1) // seq_len
     batches = [
         torch.stack([stream[w * seq_len : (w + 1) * seq_len + 1] for w in range(start, stop)])
