@@ -1,0 +1,73 @@
+"""Identities of the outer loop, bit for bit in fp32, with real processes."""
+
+import json
+
+import pytest
+import torch
+
+from integration.processes import Hub, launch
+from spes_mega.layout import open_checkpoint
+
+TRAIN = {"steps": 5}  # two rounds of two, one of one
+
+
+def weights(folder):
+    with open_checkpoint(folder) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.names}
+
+
+def figures(folder):
+    """What must be the same, of every step."""
+    keys = ("step", "lm_loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens_per_expert")
+    return [{k: json.loads(line)[k] for k in keys} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, write_recipe):
+    """Alone; alone through a hub; and two nodes that own everything and have the same data. All at once."""
+    folder = tmp_path_factory.mktemp("identities")
+    alone = write_recipe(folder, "alone", train=TRAIN)
+    both = write_recipe(
+        folder, "both", train=TRAIN, spes={"num_nodes": 2, "ownership": "all"}, data={"sharding": "own"}
+    )
+    processes = [launch(alone, "--out", folder / "alone")]
+    try:
+        for name, recipe, nodes in (("hub", alone, (0,)), ("diloco", both, (0, 1))):
+            hub = Hub(recipe, folder / name)
+            processes.append(hub)
+            for k in nodes:
+                out = folder / f"{name}-node-{k}"
+                processes.append(launch(recipe, "--node", k, "--hub", hub.address, "--out", out))
+        for process in processes:
+            process.succeed()
+    finally:
+        for process in processes:
+            process.end()
+    return folder
+
+
+def snapshot(state):
+    return max((state / "snapshots").iterdir())
+
+
+def test_a_lone_node_through_a_hub_equals_plain_training(results):
+    assert len(figures(results / "alone")) == 5
+    assert figures(results / "hub-node-0") == figures(results / "alone")
+    expected, found = weights(results / "alone/final"), weights(snapshot(results / "hub"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_two_nodes_with_equal_data_that_own_everything_equal_one(results):
+    for k in (0, 1):
+        assert figures(results / f"diloco-node-{k}") == figures(results / "alone")
+    expected, found = weights(results / "alone/final"), weights(snapshot(results / "diloco"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_result_of_a_lone_node_opens_in_transformers(results):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(results / "alone/final")
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert torch.equal(model.model.norm.weight, weights(results / "alone/final")["model.norm.weight"])

@@ -1,0 +1,68 @@
+"""Two real ranks under the deepspeed launcher, through ZeRO 1-3 in fp32 and bf16: see zero_exactness.py."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from integration.processes import PYTHON, Process
+from spes_mega.node.launch import free_port
+
+SCRIPT = Path(__file__).with_name("zero_exactness.py")
+CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    launcher = ["-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus=2", f"--master_port={free_port()}"]
+    process = Process([*PYTHON, *launcher, SCRIPT])
+    try:
+        process.succeed(240)
+    finally:
+        process.end()
+    return [json.loads(line) for line in re.findall(r"\{.*?\}+(?=\n|\{)", process.output)]
+
+
+def facts(reports, kind, **which):
+    """The facts of both ranks."""
+    found = [r for r in reports if r["kind"] == kind and which.items() <= r.items()]
+    assert sorted(r["rank"] for r in found) == [0, 1]
+    return [{key: value for key, value in r.items() if key not in ("kind", "rank", *which)} for r in found]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_weights_are_set_and_read_exactly_with_their_masters(reports, stage, dtype):
+    for found in facts(reports, "exactness", stage=stage, dtype=dtype):
+        assert len(found) == 6
+        assert set(found.values()) == {True}, found
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_frozen_experts_stay_bit_equal_and_cost_no_optimizer_state(reports, stage, dtype):
+    for found in facts(reports, "frozen", stage=stage, dtype=dtype):
+        assert len(found) == 4
+        assert set(found.values()) == {True}, found
+
+
+@pytest.mark.parametrize(("stage", "dtype", "tolerance"), [(1, "fp32", 1e-5), (3, "fp32", 1e-5), (1, "bf16", 2e-2)])
+def test_accumulation_gives_the_gradients_of_one_large_batch(reports, stage, dtype, tolerance):
+    """The tolerance is the order of summation in fp32, and the rounding of bf16 in forward and backward."""
+    for found in facts(reports, "accumulation", stage=stage, dtype=dtype):
+        assert found["relative_difference"] < tolerance
+        assert 0.9 < found["norm_of_matrices"] <= 1.001  # the gradient that was compared is nearly all of it
+        assert found["norm_ratio"] == pytest.approx(1, abs=tolerance)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(reports):
+    for found in facts(reports, "errors"):
+        assert found == {
+            "agree_0": "bad data on rank 0 5",
+            "agree_1": "bad data on rank 1 5",
+            "first": "bad data on rank 0 5",
+            "tensor": "bad data on rank 0 5",
+            "lead": "bad data on rank 0 5",
+            "lead_result": [None, None, 3],
+            "first_result": {"rank": 0},
+            "tensor_result": [0.0, 1.0],
+        }

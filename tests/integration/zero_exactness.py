@@ -1,0 +1,227 @@
+"""Run by test_zero.py under the deepspeed launcher with two ranks: weights through ZeRO 1-3, in fp32 and bf16.
+
+Prints one JSON line a configuration: what was exact and what was not.
+"""
+
+import itertools
+import json
+import sys
+
+import torch
+
+from spes_mega.errors import DataError, SpesError
+from spes_mega.layout import expert_of, initial_tensor
+from spes_mega.node.main import _prepare_process
+from spes_mega.recipe import Recipe
+
+_prepare_process()
+
+import deepspeed  # noqa: E402
+from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
+
+from spes_mega.model import build, forward_logits, language_model_loss  # noqa: E402
+from spes_mega.node.engine import create_engine  # noqa: E402
+from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
+from spes_mega.node.stop import StopRequest  # noqa: E402
+from spes_mega.node.weights import NodeWeights  # noqa: E402
+
+SHAPE = {
+    "family": "qwen3_moe", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "num_experts": 4, "top_k": 2, "expert_hidden_size": 24, "vocab_size": 61, "max_seq_len": 32,
+}  # fmt: skip
+OWNED = (1, 2)
+
+
+def recipe_of(stage, dtype, **train):
+    # tied embeddings in some of the configurations: one parameter that two modules use
+    model = SHAPE | {"tie_embeddings": stage != 2}
+    settings = {"seq_len": 8, "lr": 0.0, "weight_decay": 0.0, "dtype": dtype, "zero_stage": stage}
+    # without this every parameter is so small that ZeRO-3 leaves it whole
+    more = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
+    return Recipe.model_validate({"model": model, "train": settings | train, "deepspeed": more})
+
+
+class Case:
+    def __init__(self, ranks, stage, dtype, **train):
+        self.ranks, self.recipe = ranks, recipe_of(stage, dtype, **train)
+        self.gpt = build(self.recipe, OWNED)
+        self.engine = create_engine(self.recipe, self.gpt)
+        self.weights = NodeWeights(self.gpt, self.recipe.model, ranks, StopRequest())
+        self.lowest = torch.float32 if dtype == "fp32" else torch.bfloat16
+
+    def values(self, seed):
+        shapes = self.weights.shapes
+        return {name: initial_tensor(self.recipe.model, name, shapes[name], seed) for name in shapes}
+
+    def assign(self, values):
+        self.weights.assign(values, values.__getitem__)
+
+    def masters(self):
+        """Of rank 0: canonical name to value; of the other ranks nothing."""
+        out = {}
+        self.weights.collect(
+            self.weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors)
+        )
+        return out
+
+    def parameters(self):
+        """The parameters as they are in the forward pass, on this rank, by canonical name."""
+        out = {}
+        for entry in self.weights.map.entries:
+            with deepspeed.zero.GatheredParameters(entry.parameter, enabled=self.recipe.train.zero_stage == 3):
+                out.update({n: t.clone() for n, t in entry.split(entry.parameter.detach().clone()).items()})
+        return out
+
+    def trains(self, name):
+        key = expert_of(name)
+        return key is None or key.expert in OWNED
+
+    def expected(self, values):
+        """Trainable tensors exactly, frozen ones as the train dtype holds them."""
+        return {n: v if self.trains(n) else v.to(self.lowest).float() for n, v in values.items()}
+
+    def step(self, tokens):
+        self.engine.train()
+        for part in tokens.chunk(self.recipe.train.grad_accumulation):
+            logits = forward_logits(self.engine, part[:, :-1].contiguous())
+            loss = sum(language_model_loss(logits, part[:, 1:].contiguous(), 1e-5))
+            self.engine.backward(loss)
+            self.engine.step()
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def tokens_for(rank, samples=2):
+    return torch.randint(0, 61, (samples, 9), generator=torch.Generator().manual_seed(rank))
+
+
+def exactness(ranks, stage, dtype):
+    case = Case(ranks, stage, dtype, micro_batch_size=2)
+    first, second = case.values(1), case.values(2)
+    case.assign(first)
+    facts = {"get": equal(case.masters(), case.expected(first)) or not ranks.leads}
+    case.step(tokens_for(ranks.rank))  # ranks see other tokens, so other experts are busy
+    facts["lr_0_step"] = equal(case.masters(), case.expected(first)) or not ranks.leads
+    case.assign(second)
+    rounded = {n: v.to(case.lowest) for n, v in second.items()}
+    facts["set"] = equal(case.masters(), case.expected(second)) or not ranks.leads
+    facts["parameters"] = equal(case.parameters(), rounded)
+    case.step(tokens_for(ranks.rank + 10))
+    facts["masters_followed"] = equal(case.parameters(), rounded)
+    some = [n for n in second if (key := expert_of(n)) is None or key.expert != OWNED[0]]
+    case.weights.assign(some, first.__getitem__)
+    mixed = {n: first[n] if n in some else second[n] for n in second}
+    facts["part_set"] = equal(case.masters(), case.expected(mixed)) or not ranks.leads
+    return facts
+
+
+def frozen_while_training(ranks, stage, dtype):
+    case = Case(ranks, stage, dtype, micro_batch_size=2, lr=1e-2, weight_decay=0.1)
+    values = case.values(1)
+    # a router so lopsided that frozen expert 0 gets everything: the owned ones get no token on any rank
+    for name in values:
+        if name.endswith("mlp.gate.weight"):
+            values[name] = torch.zeros_like(values[name])
+    case.assign(values)
+    for number in range(2):
+        case.step(tokens_for(ranks.rank + 2 * number))
+    after, parameters, expected = case.masters(), case.parameters(), case.expected(values)
+    frozen = [n for n in expected if not case.trains(n)]
+    moved = [n for n in expected if case.trains(n) and "experts" not in n and not n.endswith("mlp.gate.weight")]
+    return {
+        "frozen": all(torch.equal(after[n], expected[n]) for n in frozen) if ranks.leads else True,
+        "frozen_parameters": all(torch.equal(parameters[n].float(), expected[n]) for n in frozen),
+        "trained": all(not torch.equal(after[n], expected[n]) for n in moved) if ranks.leads else True,
+        "adam_state": no_state_for_frozen(case),
+    }
+
+
+def no_state_for_frozen(case):
+    """Elements in the optimizer, over the ranks, are those of the trainable parameters and padding."""
+    groups = case.engine.optimizer.param_groups
+    states = case.engine.optimizer.optimizer.state.values() if hasattr(case.engine.optimizer, "optimizer") else []
+    assert groups
+    held = sum(state["exp_avg"].numel() for state in states if "exp_avg" in state)
+    total = int(case.ranks.sum(torch.tensor([float(held)])).item())
+    trainable = sum(
+        e.shape[0] * (e.shape[1] if len(e.shape) > 1 else 1)
+        for e in case.weights.map.entries
+        if e.parameter.requires_grad
+    )
+    return 0 < total < 1.05 * trainable + 64 * len(case.weights.map.entries)
+
+
+def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation):
+    case = Case(
+        ranks, stage, dtype, micro_batch_size=micro_batch_size, grad_accumulation=grad_accumulation,
+        aux_loss_coeff=0.0, router_z_loss_coeff=0.0, clip_grad=0.0, lr=1e-3,
+    )  # fmt: skip
+    case.assign(case.values(1))
+    case.step(tokens_for(ranks.rank, samples=8))
+    norm = float(case.engine.get_global_grad_norm())
+    # After the first step Adam's first moment is 1 - beta1 times the gradient. (DeepSpeed 0.19 links the moments of
+    # the first parameter group alone, which is that of the matrices.)
+    parameters = [e.parameter for e in case.weights.map.entries if e.parameter.requires_grad and len(e.shape) > 1]
+    return norm, torch.cat([safe_get_full_optimizer_state(p, "exp_avg").flatten() / 0.1 for p in parameters])
+
+
+def accumulation(ranks, stage, dtype):
+    """Gradients of the language-model loss in one pass of 8 samples and in 8 passes of one."""
+    (norm_a, one), (norm_b, many) = (gradients(ranks, stage, dtype, *how) for how in ((8, 1), (1, 8)))
+    return {
+        "norm_ratio": norm_b / norm_a,
+        "relative_difference": float((many - one).norm() / one.norm()),
+        "norm_of_matrices": float(one.norm()) / norm_a,
+    }
+
+
+def shared_errors(ranks):
+    """An error on one rank is raised on all."""
+
+    def fail_on(rank):
+        def action():
+            if ranks.rank == rank:
+                raise DataError(f"bad data on rank {rank}")
+
+        return action
+
+    facts = {}
+    for name, run in {
+        "agree_0": lambda: ranks.agree(fail_on(0)),
+        "agree_1": lambda: ranks.agree(fail_on(1)),
+        "first": lambda: ranks.first(fail_on(0)),
+        "tensor": lambda: ranks.tensor(fail_on(0), (2,)),
+        "lead": lambda: ranks.lead(lambda step: (step(), fail_on(0)()), lambda: None),
+    }.items():
+        try:
+            run()
+            facts[name] = "nothing raised"
+        except SpesError as e:
+            facts[name] = f"{e} {e.exit_code}"
+    facts["lead_result"] = ranks.lead(lambda step: [step(), step(), 3], lambda: None)
+    facts["first_result"] = ranks.first(lambda: {"rank": ranks.rank})
+    facts["tensor_result"] = ranks.tensor(lambda: torch.arange(2), (2,)).tolist()
+    return facts
+
+
+def main():
+    stages, dtypes = (1, 2, 3), ("fp32", "bf16")
+    with process_group():
+        ranks = Ranks(60)
+        report("errors", ranks, shared_errors(ranks))
+        for stage, dtype in itertools.product(stages, dtypes):
+            report("exactness", ranks, {"stage": stage, "dtype": dtype} | exactness(ranks, stage, dtype))
+            report("frozen", ranks, {"stage": stage, "dtype": dtype} | frozen_while_training(ranks, stage, dtype))
+        for stage, dtype in ((1, "fp32"), (3, "fp32"), (1, "bf16")):
+            report("accumulation", ranks, {"stage": stage, "dtype": dtype} | accumulation(ranks, stage, dtype))
+
+
+def report(kind, ranks, facts):
+    sys.stdout.write(json.dumps({"kind": kind, "rank": ranks.rank} | facts) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
