@@ -151,8 +151,7 @@ class HubClient:
             opening = next(replies).opening
             sink = ChunkSink(spool, opening.total_bytes)
             for reply in replies:
-                sink.take(reply.chunk)
-                self.bytes_down += len(reply.chunk.data)
+                self.bytes_down += sink.take(reply.chunk)
             sink.finish()
             payload = StoredPayload(spool, codec_named(opening.codec), f"state of round {opening.round}")
             return Pulled(opening.round, opening.full, payload)
@@ -182,9 +181,12 @@ class HubClient:
 
     def _push_requests(self, opening: pb.PushOpening, spool: BinaryIO) -> Iterator[pb.PushRequest]:
         yield pb.PushRequest(opening=opening)
+        sent = 0
         for chunk in file_chunks(spool, opening.total_bytes):
-            self.bytes_up += len(chunk.data)
+            self.bytes_up += chunk.offset - sent
+            sent = chunk.offset
             yield pb.PushRequest(chunk=chunk)
+        self.bytes_up += opening.total_bytes - sent
 
     def wait_round(self, round_: int) -> int:
         """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""

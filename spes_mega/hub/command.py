@@ -7,6 +7,7 @@ from types import FrameType
 import click
 
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
+from spes_mega.hub.allocator import return_large_blocks
 from spes_mega.hub.console import Console
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
@@ -43,6 +44,7 @@ def command(
     to go on. Writes a Hugging Face directory to STATE/snapshots every spes.snapshot_every rounds and at the end,
     waits until the nodes have left, and exits with 0. Ctrl-C and SIGTERM stop it cleanly.
     """
+    return_large_blocks()
     console = Console(as_json)
     loaded = load_recipe(recipe, overrides)
     token = read_token(token_file)

@@ -22,7 +22,7 @@ from spes_mega.outer.codecs import Codec
 
 CHUNK_BYTES = 2 << 20
 MAX_CHUNK_BYTES = 3 << 20  # with its frame below gRPC's default limit of 4 MiB a message
-SLICE_BYTES = 8 << 20
+SLICE_BYTES = 4 << 20
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
@@ -95,9 +95,12 @@ def piece_chunks(pieces: Iterable[bytes | memoryview]) -> Iterator[pb.Chunk]:
             pending += view[:take]
             view = view[take:]
             if len(pending) == CHUNK_BYTES:
-                yield chunk_of(offset, bytes(pending))
-                offset += CHUNK_BYTES
+                # Emptied before the chunk is handed out, so that a slow receiver holds up as little memory as can be.
+                chunk = chunk_of(offset, bytes(pending))
                 pending.clear()
+                offset += CHUNK_BYTES
+                yield chunk
+                del chunk
     if pending:
         yield chunk_of(offset, bytes(pending))
 
@@ -110,18 +113,24 @@ class ChunkSink:
         self._total = total_bytes
         self.received = 0
 
-    def take(self, chunk: pb.Chunk) -> None:
-        """Raises PayloadError if the chunk is not the next one, is damaged, or goes past the end."""
+    def take(self, chunk: pb.Chunk) -> int:
+        """Write a chunk; returns its bytes.
+
+        Raises:
+            PayloadError: it is not the next one, is damaged, or goes past the end.
+        """
         if chunk.offset != self.received:
             raise PayloadError(f"a chunk for byte {chunk.offset} came where byte {self.received} was due")
-        if not 0 < len(chunk.data) <= MAX_CHUNK_BYTES:
-            raise PayloadError(f"a chunk of {len(chunk.data)} bytes: 1 to {MAX_CHUNK_BYTES} are allowed")
-        if self.received + len(chunk.data) > self._total:
+        data = chunk.data  # each access to a bytes field makes a copy
+        if not 0 < len(data) <= MAX_CHUNK_BYTES:
+            raise PayloadError(f"a chunk of {len(data)} bytes: 1 to {MAX_CHUNK_BYTES} are allowed")
+        if self.received + len(data) > self._total:
             raise PayloadError(f"more bytes came than the {self._total} announced")
-        if zlib.crc32(chunk.data) != chunk.crc32:
+        if zlib.crc32(data) != chunk.crc32:
             raise PayloadError(f"bad checksum of the chunk at byte {chunk.offset}")
-        self._file.write(chunk.data)
-        self.received += len(chunk.data)
+        self._file.write(data)
+        self.received += len(data)
+        return len(data)
 
     def finish(self) -> None:
         """Raises PayloadError if bytes are missing."""

@@ -10,6 +10,7 @@ from spes_mega.hub.console import Console
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.payload import (
+    CHUNK_BYTES,
     Shape,
     data_bytes,
     payload_header,
@@ -107,9 +108,12 @@ class Run:
         opening = pb.PullOpening(round=record.round, codec=FP32.name, total_bytes=total, full=not partial)
         with self._store.open_state(record.round) as state:
             yield pb.PullReply(opening=opening)
+            sent = 0
             for chunk in piece_chunks(_pieces(header, names, state)):
-                self.ledger.count_down(node, len(chunk.data))
+                self.ledger.count_down(node, chunk.offset - sent)
+                sent = chunk.offset
                 yield pb.PullReply(chunk=chunk)
+            self.ledger.count_down(node, total - sent)
 
     def close_round(self) -> None:
         """Wait until the open round may close, and commit the state that it gives.
@@ -162,5 +166,5 @@ class Run:
 def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[bytes | memoryview]:
     yield header
     for name in names:
-        for start, stop in row_slices(state.shape(name)):
+        for start, stop in row_slices(state.shape(name), budget=CHUNK_BYTES):
             yield bytes_of(FP32.encode(state.read_rows(name, start, stop)))

@@ -31,6 +31,7 @@ class Staging:
         self._shapes_of = shapes_of
         self._codec = codec
         self._lock = threading.Lock()
+        self._checking = threading.Lock()  # one check at a time, so that memory does not grow with the nodes
 
     def path(self, node: int) -> Path:
         return self._directory / f"node-{node:03d}.safetensors"
@@ -57,7 +58,8 @@ class Staging:
         self._check_opening(opening, shapes)
         with self._partial(node, progress) as part:
             self._write(part, opening, chunks, progress)
-            self._check(part, node, shapes)
+            with self._checking:
+                self._check(part, node, shapes)
             with self._lock:
                 return self._commit(part, node, commit)
 
@@ -92,8 +94,7 @@ class Staging:
         with part.open("xb") as file:
             sink = ChunkSink(file, opening.total_bytes)
             for chunk in chunks:
-                sink.take(chunk)
-                progress(len(chunk.data))
+                progress(sink.take(chunk))
             sink.finish()
             os.fsync(file.fileno())
 

@@ -1,8 +1,11 @@
 """The hub over real gRPC on loopback: rounds, what is refused, and what nodes are told."""
 
 import contextlib
+import io
 import json
+import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -15,12 +18,14 @@ from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, St
 from spes_mega.hub import client as client_module
 from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
-from spes_mega.hub.payload import CHUNK_BYTES, chunk_of
+from spes_mega.hub.ledger import RoundRecord
+from spes_mega.hub.payload import CHUNK_BYTES, chunk_of, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.layout.names import expert_of
 from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.outer.codecs import FP32
 
 TOKENS = {0: 100, 1: 23}
 
@@ -310,7 +315,7 @@ def test_a_download_that_was_damaged_is_done_again(start_hub, connect, monkeypat
         taken += 1
         if taken == 1:
             chunk.data = bytes(len(chunk.data))
-        take(self, chunk)
+        return take(self, chunk)
 
     with monkeypatch.context() as patch:
         patch.setattr(client_module.ChunkSink, "take", damaging)
@@ -384,3 +389,84 @@ def test_two_hubs_on_one_port_are_refused(start_hub, tmp_path):
     with pytest.raises(HubRefusedError, match="is the port in use"):
         HubServer(run, hub.address, None, Console())
     run.close()
+
+
+def stalled_push(client, recipe, node, go_on):
+    """The requests of a push that stops in the middle until `go_on` is set."""
+    shapes = shapes_of(recipe, node)
+    file = io.BytesIO()
+    size = write_payload(file, shapes, fabricate(recipe, node, 0).items(), FP32, {})
+    half, rest = file.getvalue()[: size // 2], file.getvalue()[size // 2 :]
+    opening = pb.PushOpening(caller=client._caller, round=0, codec="fp32", total_bytes=size)
+    yield pb.PushRequest(opening=opening)
+    yield pb.PushRequest(chunk=chunk_of(0, half))
+    go_on.wait(20)
+    yield pb.PushRequest(chunk=chunk_of(len(half), rest))
+
+
+def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_hub, connect, tmp_path):
+    recipe = make_recipe(min_nodes=1, round_deadline_s=1, rpc_deadline_s=1)
+    hub = start_hub(recipe)
+    zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    zero.join()
+    one.join()
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    go_on = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(one._channel.call, "Push", stalled_push(one, recipe, 1, go_on), 20)
+        assert zero.wait_round(1) == 1
+        go_on.set()
+        with pytest.raises(StaleRoundError, match="round 0 is closed"):
+            late.result()
+    assert [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()] == []
+    zero.close()
+    one.close()
+
+
+def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing(start_hub, connect, tmp_path):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    client = connect(hub, 1)
+    client.join()
+    never = threading.Event()
+    call = client._channel._stub.Push.future(stalled_push(client, recipe, 1, never))
+    staged = tmp_path / "state/pushes/000000"
+    while not any(staged.glob("*.part")):
+        time.sleep(0.01)
+    call.cancel()
+    never.set()
+    while not (rejected := client.status()["rejected"]):
+        time.sleep(0.01)
+    assert rejected == [{"node": 1, "round": 0, "reason": "the upload broke off"}]
+    assert list(staged.iterdir()) == []
+    push(client, recipe, 0, fabricate(recipe, 1, 0))
+
+
+def test_a_finished_run_serves_its_last_state_once_more_and_makes_up_for_a_lost_snapshot(start_hub, connect, tmp_path):
+    recipe = make_recipe(train={"steps": 10}, num_nodes=1)
+    hub = start_hub(recipe)
+    state = take_part(connect(hub, 0), recipe, 0)
+    assert hub.join().finished
+    shutil.rmtree(tmp_path / "state/snapshots")
+    again = start_hub(recipe)
+    client = connect(again, 0)
+    assert client.join().finished
+    assert_same(pull(client)[1], state)
+    client.leave()
+    assert again.join().finished
+    assert_same(read_state(tmp_path / "state/snapshots/round-000001"), state)
+
+
+def test_events_are_lines_of_text_or_of_json(capsys):
+    record = RoundRecord(3, 30, (0, 2), 4.26, 2_500_000, 1_000_000, 7, 0.25)
+    Console().round(record, 4, 3, 0.5)
+    Console(as_json=True).round(record, 4, 3, 0.5)
+    text, line = capsys.readouterr().out.splitlines()
+    assert text == (
+        "round 3/4  step 30  nodes 0,2 of 3  4.3 s (0.5 s averaging)  up 2.50 MB  down 1.00 MB  "
+        "merged experts (alpha 0.25)"
+    )
+    assert json.loads(line) == {
+        "event": "round", "round": 3, "step": 30, "nodes": [0, 2], "seconds": 4.26, "bytes_up": 2_500_000,
+        "bytes_down": 1_000_000, "tokens": 7, "merge_alpha": 0.25, "aggregation_seconds": 0.5,
+    }  # fmt: skip

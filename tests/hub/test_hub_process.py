@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,8 +53,8 @@ class HubProcess:
         self.end()
 
     def peak_rss(self):
-        with open(f"/proc/{self.process.pid}/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
     def client(self, node):
         return HubClient.for_recipe(self.recipe, self.address, node, token=TOKEN)
@@ -79,15 +80,12 @@ def free_port():
         return s.getsockname()[1]
 
 
-def take_part(client, recipe, node):
+def train(client, recipe):
     round_ = client.join().round
     while round_ < recipe.num_rounds:
-        with client.pull() as pulled:
-            round_ = pulled.round
-        push(client, recipe, round_, fabricate(recipe, node, round_))
+        client.pull().close()
+        push(client, recipe, round_, fabricate(recipe, client.node, round_))
         round_ = client.wait_round(round_ + 1)
-    client.leave()
-    client.close()
 
 
 def test_a_killed_hub_goes_on_with_what_was_committed(start_process, tmp_path):
@@ -152,7 +150,7 @@ def test_signals_stop_it_cleanly(start_process, tmp_path, number):
 
 def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):
     monkeypatch.setenv("SPES_MEGA_TOKEN", TOKEN)
-    hub = start_process(raw_recipe(), "--set", "spes.round_deadline_s=4", "--set", "spes.rpc_deadline_s=4")
+    hub = start_process(raw_recipe(), "--set", "spes.round_deadline_s=3", "--set", "spes.rpc_deadline_s=3")
     clients = [hub.client(node) for node in (0, 1)]
     for client in clients:
         client.join()
@@ -166,7 +164,7 @@ def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):
     assert [node["state"] for node in status["nodes"]] == ["joined", "joined"]
     assert [node["last_pushed_round"] for node in status["nodes"]] == [None, 0]
     assert hub.end() == 7
-    assert "error: round 0: node 0 did not push within 4 s" in hub.output
+    assert "error: round 0: node 0 did not push within 3 s" in hub.output
     for client in clients:
         client.close()
 
@@ -175,7 +173,10 @@ def test_the_last_snapshot_opens_in_transformers(start_process, tmp_path):
     transformers = pytest.importorskip("transformers")
     raw = raw_recipe(train={"steps": 10, "seq_len": 16}, num_nodes=1)
     hub = start_process(raw)
-    take_part(hub.client(0), hub.recipe, 0)
+    client = hub.client(0)
+    train(client, hub.recipe)
+    client.leave()
+    client.close()
     assert hub.end() == 0
     assert "round 1/1  step 10  nodes 0  " in hub.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "state/snapshots/round-000001")
@@ -188,21 +189,19 @@ def test_the_last_snapshot_opens_in_transformers(start_process, tmp_path):
 
 def test_memory_does_not_grow_with_the_nodes(start_process, tmp_path):
     peaks = {}
+    # a payload of 33 MB a node: 8 of them held in memory would show
+    model = {"vocab_size": 256_000, "hidden_size": 32, "num_experts": 8, "tie_embeddings": True}
     for nodes in (2, 8):
         folder = tmp_path / str(nodes)
         folder.mkdir()
-        # a payload of 33 MB a node: 8 of them held in memory would show
-        raw = raw_recipe(
-            {"vocab_size": 256_000, "hidden_size": 32, "num_experts": 8, "tie_embeddings": True},
-            {"steps": 20, "seq_len": 16},
-            num_nodes=nodes,
-            sync_every=10,
-        )
-        hub = start_process(raw, folder=folder)
+        hub = start_process(raw_recipe(model, {"steps": 10, "seq_len": 16}, num_nodes=nodes), folder=folder)
+        clients = [hub.client(node) for node in range(nodes)]
         with ThreadPoolExecutor(nodes) as pool:
-            for future in [pool.submit(take_part, hub.client(node), hub.recipe, node) for node in range(nodes)]:
-                future.result()
-        peaks[nodes] = hub.peak_rss() if hub.process.poll() is None else None
+            list(pool.map(train, clients, [hub.recipe] * nodes))
+        peaks[nodes] = hub.peak_rss()
+        for client in clients:
+            client.leave()
+            client.close()
         assert hub.end() == 0
-    # buffers of 6 more transfers under way at once, against 200 MB of payloads more
-    assert peaks[8] - peaks[2] < 80e6, peaks
+    # a few chunks for each of 6 more transfers under way at once, against 200 MB of payloads more
+    assert peaks[8] - peaks[2] < 90e6, peaks
