@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.processes import PYTHON, Process
+from integration.processes import PYTHON, Hub, Process
 from spes_mega.node.launch import free_port
 
 SCRIPT = Path(__file__).with_name("zero_exactness.py")
@@ -14,13 +14,18 @@ CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(tmp_path_factory, write_recipe):
+    folder = tmp_path_factory.mktemp("zero")
+    train = {"steps": 2, "lr": 0.0, "dtype": "bf16", "zero_stage": 2, "micro_batch_size": 2, "seq_len": 8}
+    recipe = write_recipe(folder, spes={"num_nodes": 2, "sync_every": 1}, train=train)
+    hub = Hub(recipe, folder / "hub")
     launcher = ["-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus=2", f"--master_port={free_port()}"]
-    process = Process([*PYTHON, *launcher, SCRIPT])
+    process = Process([*PYTHON, *launcher, SCRIPT, recipe, hub.address])
     try:
         process.succeed(240)
     finally:
         process.end()
+        hub.end()
     return [json.loads(line) for line in re.findall(r"\{.*?\}+(?=\n|\{)", process.output)]
 
 
@@ -52,6 +57,13 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(reports, stage, dty
         assert found["relative_difference"] < tolerance
         assert 0.9 < found["norm_of_matrices"] <= 1.001  # the gradient that was compared is nearly all of it
         assert found["norm_ratio"] == pytest.approx(1, abs=tolerance)
+
+
+def test_after_a_sync_at_lr_0_in_bf16_the_weights_equal_those_of_the_hub(reports):
+    for found in facts(reports, "sync"):
+        assert found.pop("round") == 1
+        assert len(found) == 4
+        assert set(found.values()) == {True}, found
 
 
 def test_an_error_on_one_rank_is_raised_on_all(reports):

@@ -12,18 +12,21 @@ import torch
 from spes_mega.errors import DataError, SpesError
 from spes_mega.layout import expert_of, initial_tensor
 from spes_mega.node.main import _prepare_process
-from spes_mega.recipe import Recipe
+from spes_mega.recipe import Recipe, load_recipe
 
 _prepare_process()
 
 import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
+from spes_mega.hub.client import HubClient  # noqa: E402
 from spes_mega.model import build, forward_logits, language_model_loss  # noqa: E402
 from spes_mega.node.engine import create_engine  # noqa: E402
+from spes_mega.node.hub_node import HubNode  # noqa: E402
 from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
 from spes_mega.node.stop import StopRequest  # noqa: E402
 from spes_mega.node.weights import NodeWeights  # noqa: E402
+from spes_mega.outer.ownership import ownership_of, pushed_names  # noqa: E402
 
 SHAPE = {
     "family": "qwen3_moe", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
@@ -42,12 +45,14 @@ def recipe_of(stage, dtype, **train):
 
 
 class Case:
-    def __init__(self, ranks, stage, dtype, **train):
-        self.ranks, self.recipe = ranks, recipe_of(stage, dtype, **train)
-        self.gpt = build(self.recipe, OWNED)
-        self.engine = create_engine(self.recipe, self.gpt)
-        self.weights = NodeWeights(self.gpt, self.recipe.model, ranks, StopRequest())
-        self.lowest = torch.float32 if dtype == "fp32" else torch.bfloat16
+    """A model under DeepSpeed, as a node has it."""
+
+    def __init__(self, ranks, recipe, owned=OWNED):
+        self.ranks, self.recipe, self.owned = ranks, recipe, owned
+        gpt = build(recipe, owned)
+        self.engine = create_engine(recipe, gpt)
+        self.weights = NodeWeights(gpt, recipe.model, ranks, StopRequest())
+        self.lowest = torch.float32 if recipe.train.dtype == "fp32" else torch.bfloat16
 
     def values(self, seed):
         shapes = self.weights.shapes
@@ -74,7 +79,7 @@ class Case:
 
     def trains(self, name):
         key = expert_of(name)
-        return key is None or key.expert in OWNED
+        return key is None or key.expert in self.owned
 
     def expected(self, values):
         """Trainable tensors exactly, frozen ones as the train dtype holds them."""
@@ -94,11 +99,11 @@ def equal(found, expected):
 
 
 def tokens_for(rank, samples=2):
-    return torch.randint(0, 61, (samples, 9), generator=torch.Generator().manual_seed(rank))
+    return torch.randint(0, 48, (samples, 9), generator=torch.Generator().manual_seed(rank))
 
 
 def exactness(ranks, stage, dtype):
-    case = Case(ranks, stage, dtype, micro_batch_size=2)
+    case = Case(ranks, recipe_of(stage, dtype, micro_batch_size=2))
     first, second = case.values(1), case.values(2)
     case.assign(first)
     facts = {"get": equal(case.masters(), case.expected(first)) or not ranks.leads}
@@ -118,7 +123,7 @@ def exactness(ranks, stage, dtype):
 
 
 def frozen_while_training(ranks, stage, dtype):
-    case = Case(ranks, stage, dtype, micro_batch_size=2, lr=1e-2, weight_decay=0.1)
+    case = Case(ranks, recipe_of(stage, dtype, micro_batch_size=2, lr=1e-2, weight_decay=0.1))
     values = case.values(1)
     # a router so lopsided that frozen expert 0 gets everything: the owned ones get no token on any rank
     for name in values:
@@ -154,10 +159,9 @@ def no_state_for_frozen(case):
 
 
 def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation):
-    case = Case(
-        ranks, stage, dtype, micro_batch_size=micro_batch_size, grad_accumulation=grad_accumulation,
-        aux_loss_coeff=0.0, router_z_loss_coeff=0.0, clip_grad=0.0, lr=1e-3,
-    )  # fmt: skip
+    train = {"micro_batch_size": micro_batch_size, "grad_accumulation": grad_accumulation, "lr": 1e-3}
+    without = {"aux_loss_coeff": 0.0, "router_z_loss_coeff": 0.0, "clip_grad": 0.0}
+    case = Case(ranks, recipe_of(stage, dtype, **train, **without))
     case.assign(case.values(1))
     case.step(tokens_for(ranks.rank, samples=8))
     norm = float(case.engine.get_global_grad_norm())
@@ -174,6 +178,45 @@ def accumulation(ranks, stage, dtype):
         "norm_ratio": norm_b / norm_a,
         "relative_difference": float((many - one).norm() / one.norm()),
         "norm_of_matrices": float(one.norm()) / norm_a,
+    }
+
+
+def sync(ranks, recipe_file, address):
+    """One round with a hub at learning rate 0, in bf16: this is node 0, and rank 0 plays node 1 beside it."""
+    recipe = load_recipe(recipe_file)
+    ownership = ownership_of(recipe.model.num_experts, 2, recipe.spes.ownership)
+    client, other = (HubClient.for_recipe(recipe, address, k) if ranks.leads else None for k in (0, 1))
+    source = HubNode(0, ownership, ranks, StopRequest(), client, lambda text: None)
+    source.join()
+    case = Case(ranks, recipe, ownership.owned(0))
+    round_ = source.start(case.weights)
+    before = case.masters()
+    case.step(tokens_for(ranks.rank))
+    unchanged = case.masters()
+
+    def play_node_1():
+        other.join()
+        names = pushed_names(case.weights.shapes, ownership, 1, expert_of)
+        with other.pull() as pulled:
+            other.push(0, {n: pulled.shapes[n] for n in names}, ((n, pulled.read(n) * 1.001) for n in names))
+
+    ranks.first(play_node_1)
+    closed = source.exchange(case.weights, round_, 16)
+    state = ranks.first(lambda: {n: t.flatten().tolist() for n, t in other.pull()})  # exact: fp32 fits into JSON
+    shapes = case.weights.shapes
+    state = {n: torch.tensor(values, dtype=torch.float32).view(shapes[n]) for n, values in state.items()}
+
+    def trained(values):
+        return {n: v for n, v in values.items() if case.trains(n)}
+
+    for connection in (source, *((client, other) if ranks.leads else ())):
+        connection.leave()
+    return {
+        "round": closed,
+        "lr_0_changes_nothing": equal(unchanged, before),
+        "the_other_changed_it": any(not torch.equal(state[n], before[n]) for n in before) if ranks.leads else True,
+        "masters": equal(trained(case.masters()), trained(state) if ranks.leads else {}),
+        "parameters": equal(case.parameters(), {n: t.to(torch.bfloat16) for n, t in state.items()}),
     }
 
 
@@ -211,6 +254,7 @@ def main():
     with process_group():
         ranks = Ranks(60)
         report("errors", ranks, shared_errors(ranks))
+        report("sync", ranks, sync(ranks, *sys.argv[2:]))  # the first argument is the launcher's --local_rank
         for stage, dtype in itertools.product(stages, dtypes):
             report("exactness", ranks, {"stage": stage, "dtype": dtype} | exactness(ranks, stage, dtype))
             report("frozen", ranks, {"stage": stage, "dtype": dtype} | frozen_while_training(ranks, stage, dtype))

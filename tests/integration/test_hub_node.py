@@ -1,0 +1,138 @@
+"""A node of one rank in this process, with its DeepSpeed engine, against a real hub process: what can go wrong."""
+
+import os
+
+import deepspeed
+import pytest
+import torch
+
+from integration.processes import Hub
+from spes_mega.errors import SpesError
+from spes_mega.hub.client import HubClient
+from spes_mega.layout import expert_of
+from spes_mega.model import build, ensure_parallel_state
+from spes_mega.node.engine import create_engine
+from spes_mega.node.hub_node import HubNode
+from spes_mega.node.ranks import Ranks
+from spes_mega.node.stop import StopRequest
+from spes_mega.node.weights import NodeWeights
+from spes_mega.outer.ownership import ownership_of, pushed_names
+from spes_mega.recipe import load_recipe
+
+OWNED = {0: (0, 1), 1: (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ensure_parallel_state()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    return Ranks(60)
+
+
+@pytest.fixture(scope="module")
+def weights(ranks, write_recipe, tmp_path_factory):
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+    recipe = load_recipe(write_recipe(tmp_path_factory.mktemp("recipe"), spes={"num_nodes": 2}))
+    gpt = build(recipe, OWNED[0])
+    create_engine(recipe, gpt)
+    return NodeWeights(gpt, recipe.model, ranks, StopRequest())
+
+
+class Run:
+    """A hub process, node 0 as a HubNode, and node 1 as a bare client."""
+
+    def __init__(self, recipe_file, state, ranks):
+        self.hub = Hub(recipe_file, state)
+        self.recipe, self.ranks = load_recipe(recipe_file), ranks
+        self.said = []
+        self.other = HubClient.for_recipe(self.recipe, self.hub.address, 1)
+
+    def node(self):
+        client = HubClient.for_recipe(self.recipe, self.hub.address, 0)
+        ownership = ownership_of(4, 2, self.recipe.spes.ownership)
+        return HubNode(0, ownership, self.ranks, StopRequest(), client, self.said.append)
+
+    def push_as_node_1(self, weights, round_):
+        names = pushed_names(weights.shapes, ownership_of(4, 2), 1, expert_of)
+        with self.other.pull() as pulled:
+            self.other.push(round_, {n: pulled.shapes[n] for n in names}, ((n, pulled.read(n) + 1) for n in names))
+
+
+@pytest.fixture
+def start(tmp_path, write_recipe, ranks):
+    runs = []
+
+    def start(**spes):
+        recipe_file = write_recipe(tmp_path, spes={"num_nodes": 2, "rpc_deadline_s": 1} | spes)
+        runs.append(Run(recipe_file, tmp_path / "hub", ranks))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.hub.end()
+
+
+def masters(weights):
+    out = {}
+    weights.collect(weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors))
+    return out
+
+
+def test_a_straggler_takes_the_newest_state_and_goes_on(start, weights):
+    run = start(min_nodes=1, round_deadline_s=2)
+    run.other.join()
+    node = run.node()
+    node.join()
+    assert node.start(weights) == 0
+    run.push_as_node_1(weights, 0)
+    assert run.other.wait_round(1) == 1  # at the deadline, without node 0
+    assert node.exchange(weights, 0, tokens=1) == 1
+    assert "too late for round 0" in run.said[-1]
+    with run.other.pull() as state:
+        found = masters(weights)
+        # frozen experts too: this model is fp32
+        assert all(torch.equal(found[name], tensor) for name, tensor in state)
+    run.push_as_node_1(weights, 1)
+    assert node.exchange(weights, 1, tokens=1) == 2  # in time again
+
+
+def test_a_node_that_came_back_after_its_push_waits_for_the_round(start, weights):
+    run = start()
+    run.other.join()
+    first = run.node()
+    first.join()
+    first.start(weights)
+    first._push(weights, 0, tokens=1)
+    run.push_as_node_1(weights, 0)
+    again = run.node()
+    again.join()
+    assert again.start(weights) == 1
+    # node 1 pushed everything plus 1, node 0 what it had: of shared weights that is plus 1/2 on average
+    drawn_norm = masters(weights)["model.norm.weight"]
+    assert torch.equal(drawn_norm, torch.full_like(drawn_norm, 1.5))
+
+
+def test_an_absent_node_is_named(start, weights):
+    run = start(round_deadline_s=2)
+    run.other.join()
+    node = run.node()
+    node.join()
+    node.start(weights)
+    with pytest.raises(SpesError, match="node 1") as error:
+        node.exchange(weights, 0, tokens=1)
+    assert error.value.exit_code == 7
+    assert run.hub.wait(30) == 7
+
+
+def test_traffic_is_counted_and_taken_once(start, weights):
+    run = start()
+    run.other.join()
+    node = run.node()
+    node.join()
+    node.start(weights)
+    traffic = node.take_traffic()
+    assert traffic.seconds > 0
+    assert traffic.bytes_up == 0
+    assert traffic.bytes_down > sum(4 * torch.Size(shape).numel() for shape in weights.shapes.values())
+    assert node.take_traffic().bytes_down == 0

@@ -1,0 +1,71 @@
+"""DeepSpeed's config and the parameter groups."""
+
+import pytest
+import torch
+from torch import nn
+
+from spes_mega.errors import RecipeError
+from spes_mega.node.engine import deepspeed_config, parameter_groups
+from spes_mega.recipe import Recipe
+
+MODEL = {
+    "family": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+    "ffn_hidden_size": 8, "vocab_size": 8,
+}  # fmt: skip
+
+
+def config_of(deepspeed=None, **train):
+    return deepspeed_config(Recipe.model_validate({"model": MODEL, "train": train, "deepspeed": deepspeed or {}}))
+
+
+def test_the_train_section_sets_the_config():
+    config = config_of(micro_batch_size=3, grad_accumulation=2, clip_grad=0.5, zero_stage=2, dtype="bf16")
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["gradient_clipping"] == 0.5
+    assert config["zero_optimization"]["stage"] == 2
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
+
+
+def test_bf16_gradients_are_summed_in_fp32_unless_the_recipe_says_otherwise():
+    assert config_of(dtype="bf16", grad_accumulation=4)["data_types"] == {"grad_accum_dtype": "fp32"}
+    own = {"data_types": {"grad_accum_dtype": "bf16"}}
+    assert config_of(own, dtype="bf16", grad_accumulation=4)["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert "data_types" not in config_of(dtype="bf16") | config_of(dtype="fp32", grad_accumulation=4)
+
+
+def test_other_keys_pass_through_at_every_depth():
+    extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7}, "comms_logger": {}}
+    config = config_of(extra, zero_stage=3)
+    assert config["zero_optimization"] == {
+        "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7, "stage": 3
+    }  # fmt: skip
+    assert config["comms_logger"] == {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ({"zero_optimization": {"stage": 0}}, r"deepspeed\.zero_optimization\.stage is 0, but .* makes it 1"),
+        ({"bf16": {"enabled": False}}, r"deepspeed\.bf16\.enabled is False, but .* makes it True"),
+        ({"gradient_clipping": 3.0}, r"deepspeed\.gradient_clipping"),
+        ({"optimizer": {"type": "Lion"}}, r"deepspeed\.optimizer: cannot be set here; use train\.lr"),
+        ({"scheduler": {}}, r"deepspeed\.scheduler"),
+        ({"train_batch_size": 8}, r"deepspeed\.train_batch_size"),
+        ({"zero_optimization": 3}, r"deepspeed\.zero_optimization: expected a mapping"),
+    ],
+)
+def test_a_contradiction_is_refused_by_name(extra, key):
+    with pytest.raises(RecipeError, match=key):
+        config_of(extra)
+    assert config_of({"zero_optimization": {"stage": 1}})["zero_optimization"]["stage"] == 1
+
+
+def test_matrices_decay_and_norms_do_not_and_empty_groups_are_dropped():
+    matrix, norm, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    frozen.requires_grad_(False)
+    assert parameter_groups([norm, matrix, frozen], 0.1) == [
+        {"params": [matrix], "weight_decay": 0.1},
+        {"params": [norm], "weight_decay": 0.0},
+    ]
+    assert parameter_groups([matrix, frozen], 0.1) == [{"params": [matrix], "weight_decay": 0.1}]

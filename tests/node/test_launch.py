@@ -1,0 +1,101 @@
+"""From options to the launcher's command line, and what is refused before anything starts."""
+
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from spes_mega.errors import RecipeError, SpesError
+from spes_mega.node import main as main_module
+from spes_mega.node.launch import free_port, launcher_arguments
+from spes_mega.node.main import _ranges, check_node
+from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.recipe import Recipe
+
+MODEL = {
+    "family": "qwen3_moe", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+    "num_experts": 4, "top_k": 2, "expert_hidden_size": 8, "vocab_size": 8,
+}  # fmt: skip
+
+
+def parse(*arguments):
+    found = []
+
+    @click.command()
+    @node_options
+    def command(**options):
+        found.append(NodeOptions.of(options))
+
+    command.main(list(arguments), standalone_mode=False)
+    return found[0]
+
+
+def test_options_survive_the_way_through_the_launcher():
+    options = parse("r.yaml", "--node", "3", "--hub", "h:1", "--token-file", "t", "--set", "a.b=1", "--set", "c=[2]")
+    assert options.out == Path("runs/node-3")
+    assert parse(*options.arguments()) == options
+    alone = parse("r.yaml", "--init", "dir", "--out", "here")
+    assert (alone.node, alone.hub) == (0, None)
+    assert parse(*alone.arguments()) == alone
+
+
+def test_init_with_a_hub_is_refused():
+    with pytest.raises(click.UsageError, match="--init"):
+        parse("r.yaml", "--hub", "h:1", "--init", "dir")
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "expected"),
+    [(None, None, "--num_gpus=1"), (None, 2, "--num_gpus=2"), ("4,6,7", 2, "--include=localhost:4,6")],
+)
+def test_the_launcher_gets_ranks_devices_and_a_port_of_its_own(monkeypatch, visible, ranks, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    arguments = launcher_arguments(parse("r.yaml"), ranks, 1234)
+    assert arguments[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    assert expected in arguments
+    assert "--master_port=1234" in arguments
+    assert arguments[arguments.index("--module") + 1 :][:2] == ["spes_mega.node.main", "r.yaml"]
+
+
+def test_free_ports_differ():
+    assert free_port() != free_port()
+
+
+@pytest.mark.parametrize(
+    ("spes", "node", "hub", "message"),
+    [
+        ({"num_nodes": 2}, 2, "h:1", r"--node 2: the recipe has nodes 0\.\.1"),
+        ({"num_nodes": 2}, 0, None, "spes.num_nodes is 2: give --hub"),
+        ({"merge_steps": 10}, 0, None, "merged by the hub: give --hub"),
+    ],
+)
+def test_a_node_that_cannot_be_is_refused(spes, node, hub, message):
+    with pytest.raises(RecipeError, match=message):
+        check_node(Recipe.model_validate({"model": MODEL, "spes": spes}), node, hub)
+
+
+def test_ranges_of_experts():
+    assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+    assert _ranges(()) == "none"
+
+
+@pytest.mark.parametrize(("rank", "reported"), [("0", True), ("1", False)])
+def test_an_error_is_reported_once_and_its_exit_code_is_that_of_every_rank(monkeypatch, capsys, rank, reported):
+    def fail(**_):
+        raise RecipeError("no such key")
+
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(fail)
+    assert ended.value.code == RecipeError.exit_code
+    assert ("error: no such key" in capsys.readouterr().err) == reported
+
+
+def test_without_a_launcher_the_node_says_how_to_start_it(monkeypatch, tmp_path):
+    from spes_mega.node.ranks import process_group
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SpesError, match="RANK is not set: start this with `spes-mega launch`"), process_group():
+        pass
