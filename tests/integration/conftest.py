@@ -44,10 +44,10 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def write_recipe(dataset):
-    """Write a recipe file; sections are overlaid on the defaults above."""
+    """Write a recipe file; sections are overlaid on the defaults above (a model takes the place of the default)."""
 
-    def write(folder, name="recipe", **sections):
-        raw = {"model": MODEL, "train": TRAIN, "spes": SPES, "data": {"train": str(dataset)}}
+    def write(folder, name="recipe", model=MODEL, **sections):
+        raw = {"model": model, "train": TRAIN, "spes": SPES, "data": {"train": str(dataset)}}
         raw = {key: value | sections.pop(key, {}) for key, value in raw.items()} | sections
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(raw))

@@ -59,6 +59,13 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(reports, stage, dty
         assert found["norm_ratio"] == pytest.approx(1, abs=tolerance)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_routers_losses_are_scaled_right_under_accumulation(reports, stage):
+    for found in facts(reports, "router_accumulation", stage=stage):
+        assert found["relative_difference"] < 1e-5
+        assert found["share_of_router_losses"] > 0.01
+
+
 def test_after_a_sync_at_lr_0_in_bf16_the_weights_equal_those_of_the_hub(reports):
     for found in facts(reports, "sync"):
         assert found.pop("round") == 1

@@ -20,7 +20,7 @@ import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
 from spes_mega.hub.client import HubClient  # noqa: E402
-from spes_mega.model import build, forward_logits, language_model_loss  # noqa: E402
+from spes_mega.model import build, forward_logits, language_model_loss, set_router_loss_scale  # noqa: E402
 from spes_mega.node.engine import create_engine  # noqa: E402
 from spes_mega.node.hub_node import HubNode  # noqa: E402
 from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
@@ -87,6 +87,7 @@ class Case:
 
     def step(self, tokens):
         self.engine.train()
+        set_router_loss_scale(1 / self.recipe.train.grad_accumulation)
         for part in tokens.chunk(self.recipe.train.grad_accumulation):
             logits = forward_logits(self.engine, part[:, :-1].contiguous())
             loss = sum(language_model_loss(logits, part[:, 1:].contiguous(), 1e-5))
@@ -158,12 +159,12 @@ def no_state_for_frozen(case):
     return 0 < total < 1.05 * trainable + 64 * len(case.weights.map.entries)
 
 
-def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation):
+def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation, tokens, **coefficients):
     train = {"micro_batch_size": micro_batch_size, "grad_accumulation": grad_accumulation, "lr": 1e-3}
-    without = {"aux_loss_coeff": 0.0, "router_z_loss_coeff": 0.0, "clip_grad": 0.0}
-    case = Case(ranks, recipe_of(stage, dtype, **train, **without))
+    losses = {"aux_loss_coeff": 0.0, "router_z_loss_coeff": 0.0, "clip_grad": 0.0} | coefficients
+    case = Case(ranks, recipe_of(stage, dtype, **train, **losses))
     case.assign(case.values(1))
-    case.step(tokens_for(ranks.rank, samples=8))
+    case.step(tokens)
     norm = float(case.engine.get_global_grad_norm())
     # After the first step Adam's first moment is 1 - beta1 times the gradient. (DeepSpeed 0.19 links the moments of
     # the first parameter group alone, which is that of the matrices.)
@@ -173,11 +174,25 @@ def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation):
 
 def accumulation(ranks, stage, dtype):
     """Gradients of the language-model loss in one pass of 8 samples and in 8 passes of one."""
-    (norm_a, one), (norm_b, many) = (gradients(ranks, stage, dtype, *how) for how in ((8, 1), (1, 8)))
+    tokens = tokens_for(ranks.rank, samples=8)
+    (norm_a, one), (norm_b, many) = (gradients(ranks, stage, dtype, *how, tokens) for how in ((8, 1), (1, 8)))
     return {
         "norm_ratio": norm_b / norm_a,
         "relative_difference": float((many - one).norm() / one.norm()),
         "norm_of_matrices": float(one.norm()) / norm_a,
+    }
+
+
+def router_accumulation(ranks, stage):
+    """The same, with the router's losses, on equal samples: then their balance in one pass and in many is the same."""
+    tokens = tokens_for(ranks.rank, samples=1).repeat(8, 1)
+    strong = {"aux_loss_coeff": 1.0, "router_z_loss_coeff": 0.1}
+    _, one = gradients(ranks, stage, "fp32", 8, 1, tokens, **strong)
+    _, many = gradients(ranks, stage, "fp32", 1, 8, tokens, **strong)
+    _, without = gradients(ranks, stage, "fp32", 8, 1, tokens)
+    return {
+        "relative_difference": float((many - one).norm() / one.norm()),
+        "share_of_router_losses": float((one - without).norm() / one.norm()),
     }
 
 
@@ -260,6 +275,9 @@ def main():
             report("frozen", ranks, {"stage": stage, "dtype": dtype} | frozen_while_training(ranks, stage, dtype))
         for stage, dtype in ((1, "fp32"), (3, "fp32"), (1, "bf16")):
             report("accumulation", ranks, {"stage": stage, "dtype": dtype} | accumulation(ranks, stage, dtype))
+
+        for stage in (1, 3):
+            report("router_accumulation", ranks, {"stage": stage} | router_accumulation(ranks, stage))
 
 
 def report(kind, ranks, facts):
