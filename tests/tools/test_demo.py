@@ -12,7 +12,6 @@ from spes_mega.tools.demo.corpus import HELD_OUT_EVERY, blocks, train_tokenizer,
 from spes_mega.tools.demo.plot import plot_losses, trailing_mean
 from spes_mega.tools.demo.processes import Command, Together
 
-
 TINY = Path(__file__).parents[2] / "configs/tiny.yaml"
 
 
