@@ -1,5 +1,6 @@
 """Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ class TokenStream:
 
     def __init__(self, prefix: Path) -> None:
         """Raises DataError: there is no dataset at `prefix`, or its two files do not belong together."""
-        from megatron.core.datasets.indexed_dataset import IndexedDataset  # slow to import: on use alone
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Megatron says of packages that reading tokens does not need
+            from megatron.core.datasets.indexed_dataset import IndexedDataset  # slow to import: on use alone
 
         self.prefix = prefix
         for suffix in (".idx", ".bin"):
