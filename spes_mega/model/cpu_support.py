@@ -9,6 +9,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def prepare_megatron() -> None:
     """Make Megatron-Core importable and usable on this host; may be called any number of times."""
     if not torch.cuda.is_available():
         _answer_current_device_with_cpu()
-    with without_expected_warnings():
+    with without_expected_warnings(), without_compiling():
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -35,6 +36,25 @@ def without_expected_warnings() -> Iterator[None]:
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=f".*{message}")
         yield
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Without CUDA, leave functions that are decorated to be compiled (by torch.compile) as they are.
+
+    Decorating them already loads Inductor, which takes seconds in every process, and calling one needs a compiler.
+    """
+    original = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _leave_as_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def _leave_as_is(function: Any = None, **options: Any) -> Any:
+    return _leave_as_is if function is None else function
 
 
 def _answer_current_device_with_cpu() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from spes_mega.errors import RecipeError
+from spes_mega.model.cpu_support import without_compiling
 from spes_mega.recipe import Recipe, TrainSection
 
 # Sections of DeepSpeed's config that would take over what the recipe's train section says.
@@ -37,7 +38,8 @@ def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
         fused=True,
     )
     config = deepspeed_config(recipe)
-    with redirect_stdout(io.StringIO()):  # some of its optimizers print the memory in use at every step of their making
+    # Some of its optimizers print the memory in use at every step of their making.
+    with without_compiling(), redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
 

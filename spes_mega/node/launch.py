@@ -23,7 +23,7 @@ def launcher_arguments(options: NodeOptions, ranks: int | None, port: int) -> li
         sys.executable,
         "-m",
         "deepspeed.launcher.runner",  # what the `deepspeed` script runs
-        "--quiet",
+        "--log_level=critical",  # a rank has said what ended it
         *_devices(ranks),
         f"--master_port={port}",
         "--module",
