@@ -50,3 +50,17 @@ def test_plain_lines_every_log_every_steps_and_at_the_end():
     output = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in output] == [f"node 3: step {s}/5 round 1" for s in (2, 4, 5)]
     assert output[0].endswith("loss 2.5000  grad 0.75  lr 1.00e-03  640 tokens/s")
+
+
+def test_a_terminal_gets_a_bar_with_the_latest_figures_and_lines_above_it():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=160)
+    with ConsoleReport(0, steps=3, log_every=2, console=console) as report:
+        report.say("hello [there]")
+        for step in (1, 2, 3):
+            report.step(metrics_of(step))
+    output = stream.getvalue()
+    assert "node 0: hello [there]" in output
+    assert "3/3" in output
+    assert "loss 2.5000" in output
+    assert "step 2/3" not in output

@@ -1,0 +1,97 @@
+"""The order of steps, exchanges and lines, with a trainer and a weight source that only take notes."""
+
+import json
+import math
+
+import pytest
+
+from spes_mega.errors import DeadlineError, SpesError
+from spes_mega.node.loop import NodeRun
+from spes_mega.node.metrics import MetricsFile, StepMetrics
+from spes_mega.node.weight_source import Traffic
+from spes_mega.recipe import Recipe
+
+MODEL = {
+    "family": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+    "ffn_hidden_size": 8, "vocab_size": 8,
+}  # fmt: skip
+
+
+class Notes:
+    """Trainer and weight source at once."""
+
+    tokens_per_step = 10
+
+    def __init__(self, next_rounds=None, loss=1.0):
+        self.events, self.next_rounds, self.loss = [], next_rounds or {}, loss
+        self.traffic = Traffic()
+
+    def step(self, step, round_):
+        self.events.append(f"step {step} of round {round_}")
+        return StepMetrics(
+            step=step, round=round_, lm_loss=self.loss, aux_loss=0.0, z_loss=0.0, logit_z_loss=0.0, grad_norm=1.0,
+            lr=0.1, tokens_per_s=1.0,
+        )  # fmt: skip
+
+    def exchange(self, weights, round_, tokens):
+        self.events.append(f"exchange {round_} after {tokens} tokens")
+        self.traffic = Traffic(seconds=1.5, bytes_up=3, bytes_down=4)
+        following = self.next_rounds.get(round_, round_ + 1)
+        if isinstance(following, Exception):
+            raise following
+        return following
+
+    def finish(self, weights):
+        self.events.append("finish")
+
+    def take_traffic(self):
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+
+def run(tmp_path, notes, round_=0):
+    recipe = Recipe.model_validate({"model": MODEL, "spes": {"sync_every": 2}, "train": {"steps": 5}})
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as metrics:
+        NodeRun(recipe, notes, None, notes, None, metrics).run(round_)
+
+
+def written(tmp_path):
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["sync_seconds"], row["bytes_up"], row["bytes_down"]) for row in rows]
+
+
+def test_rounds_end_with_an_exchange_whose_cost_is_on_the_last_line(tmp_path):
+    notes = Notes()
+    run(tmp_path, notes)
+    assert notes.events == [
+        "step 1 of round 0", "step 2 of round 0", "exchange 0 after 20 tokens",
+        "step 3 of round 1", "step 4 of round 1", "exchange 1 after 20 tokens",
+        "step 5 of round 2", "exchange 2 after 10 tokens", "finish",
+    ]  # fmt: skip
+    assert written(tmp_path) == [(1, 0, 0, 0), (2, 1.5, 3, 4), (3, 0, 0, 0), (4, 1.5, 3, 4), (5, 1.5, 3, 4)]
+
+
+def test_after_rounds_that_others_closed_the_node_goes_on_at_the_newest(tmp_path):
+    notes = Notes(next_rounds={0: 2})
+    run(tmp_path, notes)
+    assert notes.events[2:] == [
+        "exchange 0 after 20 tokens", "step 5 of round 2", "exchange 2 after 10 tokens", "finish"
+    ]  # fmt: skip
+    late = Notes()
+    run(tmp_path, late, round_=3)
+    assert late.events == ["finish"]
+
+
+def test_a_failed_exchange_still_leaves_the_line_of_its_step(tmp_path):
+    notes = Notes(next_rounds={1: DeadlineError("node 1 is absent")})
+    with pytest.raises(DeadlineError, match="node 1"):
+        run(tmp_path, notes)
+    assert [row[0] for row in written(tmp_path)] == [1, 2, 3, 4]
+    assert "finish" not in notes.events
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_sent(tmp_path):
+    notes = Notes(loss=math.nan)
+    with pytest.raises(SpesError, match="step 1: the loss is nan"):
+        run(tmp_path, notes)
+    assert notes.events == ["step 1 of round 0"]
