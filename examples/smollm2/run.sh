@@ -24,12 +24,12 @@ echo "== upcycled: plain copies, and copies with noise"
 
 echo "== a hub and two nodes, two rounds"
 export OMP_NUM_THREADS=1
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT   # one that fails takes the others with it
 spes-mega hub "$here/recipe.yaml" --init "$out/noise" --state "$out/hub" --listen 127.0.0.1:7711 &
 for k in 0 1; do
-  spes-mega launch "$here/recipe.yaml" --node $k --hub 127.0.0.1:7711 --out "$out/node-$k" \
-    --set data.train="$PWD/$out/text/train" &
+  spes-mega launch "$here/recipe.yaml" --node $k --hub 127.0.0.1:7711 --out "$out/node-$k" --data "$out/text/train" &
 done
-wait
+for job in $(jobs -p); do wait -n; done
 
 echo "== what became of it, by transformers"
 unset OMP_NUM_THREADS

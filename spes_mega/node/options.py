@@ -1,5 +1,6 @@
 """The options of a node, shared by the launched ranks and by `spes-mega launch`."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,11 @@ class NodeOptions:
         if options["hub"] is not None and options["init"] is not None:
             raise click.UsageError("--init is for a node without a hub; give it to `spes-mega hub`")
         out = options.pop("out") or Path("runs") / f"node-{options['node']}"
-        return cls(out=out, **options)
+        overrides = options.pop("overrides")
+        if (data := options.pop("data")) is not None:
+            # absolute, since relative paths in a recipe start at the recipe's folder; JSON is YAML, quoted
+            overrides = (*overrides, f"data.train={json.dumps(str(data.resolve()))}")
+        return cls(out=out, overrides=overrides, **options)
 
     def arguments(self) -> list[str]:
         """The command line that says the same."""
@@ -51,6 +56,7 @@ def node_options(command: Command) -> Command:
             click.argument("recipe", type=path),
             click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="number of this node"),
             click.option("--hub", metavar="HOST:PORT", help="the run's hub; without it this node trains alone"),
+            click.option("--data", type=path, metavar="PREFIX", help="this node's training data, for data.train"),
             click.option("--out", type=path, help="for metrics and results  [default: runs/node-K]"),
             click.option("--init", type=path, help="without a hub: checkpoint directory to start from, not the seed"),
             click.option("--token-file", type=path, help="the hub's token  [default: $SPES_MEGA_TOKEN]"),

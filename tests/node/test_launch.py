@@ -11,7 +11,7 @@ from spes_mega.node import main as main_module
 from spes_mega.node.launch import free_port, launcher_arguments
 from spes_mega.node.main import _ranges, check_node
 from spes_mega.node.options import NodeOptions, node_options
-from spes_mega.recipe import Recipe
+from spes_mega.recipe import Recipe, _apply_override
 
 MODEL = {
     "family": "qwen3_moe", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
@@ -38,6 +38,16 @@ def test_options_survive_the_way_through_the_launcher():
     alone = parse("r.yaml", "--init", "dir", "--out", "here")
     assert (alone.node, alone.hub) == (0, None)
     assert parse(*alone.arguments()) == alone
+
+
+def test_data_of_this_node_is_found_from_the_current_folder_whatever_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    options = parse("r.yaml", "--data", "my data: part #1")
+    raw = {"model": MODEL}
+    for override in options.overrides:
+        _apply_override(raw, override)
+    assert raw["data"] == {"train": str(tmp_path / "my data: part #1")}
+    assert parse(*options.arguments()) == options
 
 
 def test_init_with_a_hub_is_refused():
