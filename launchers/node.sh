@@ -12,7 +12,8 @@ recipe=$1 node=$2 hub=$3
 shift 3
 retries=${RETRIES:-3}
 child=
-forward() { [ -n "$child" ] && kill -TERM "$child" 2>/dev/null; }
+stopping=
+forward() { stopping=1; [ -n "$child" ] && kill -TERM "$child" 2>/dev/null; }
 trap forward INT TERM
 while true; do
   spes-mega launch "$recipe" --node "$node" --hub "$hub" "$@" &
@@ -23,8 +24,11 @@ while true; do
   case $code in
     0 | 2 | 3 | 4 | 5 | 6 | 130 | 143) exit "$code" ;;  # done, asked to stop, or wrong input
   esac
-  if [ "$retries" -le 0 ]; then exit "$code"; fi
+  if [ -n "$stopping" ] || [ "$retries" -le 0 ]; then exit "$code"; fi
   retries=$((retries - 1))
   echo "node $node ended with exit code $code; starting it again in ${RETRY_SECONDS:-30} s" >&2
-  sleep "${RETRY_SECONDS:-30}"
+  sleep "${RETRY_SECONDS:-30}" &
+  child=$!
+  wait "$child"
+  if [ -n "$stopping" ]; then exit 143; fi
 done

@@ -22,6 +22,7 @@ LOCAL: dict[str, Any] = {"local": True}
 Family = Literal["qwen3", "qwen3_moe", "llama", "mixtral"]
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
 Positive = Annotated[int, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -137,8 +138,8 @@ class TrainSection(Section):
     lr: float = Field(default=5e-4, ge=0, description="peak learning rate")
     min_lr_ratio: Share = Field(default=0.1, description="final learning rate as a fraction of lr")
     warmup_steps: int = Field(default=0, ge=0)
-    adam_beta1: Share = 0.9
-    adam_beta2: Share = 0.95
+    adam_beta1: Beta = 0.9
+    adam_beta2: Beta = 0.95
     adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0, description="on matrices; never on norms")
     clip_grad: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0: no clipping")

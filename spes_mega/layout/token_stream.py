@@ -1,5 +1,6 @@
 """Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream."""
 
+import struct
 import warnings
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class TokenStream:
                 raise DataError(f"{prefix}{suffix}: no such file; `spes-mega tokenize` writes indexed datasets")
         try:
             self._dataset = IndexedDataset(str(prefix))
-        except (AssertionError, ValueError, KeyError) as e:
+        except (AssertionError, ValueError, KeyError, struct.error) as e:
             raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
         index = self._dataset.index
         self._dtype = np.dtype(index.dtype)

@@ -83,7 +83,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: `out` exists with something in it, or there is not enough space for it.
         """
-        self._out = out
+        self._out = out.resolve() if out.is_symlink() else out  # a rename would replace the link itself
         self._shapes = expected_tensors(model)
         self._dtypes = {name: dtype(name) if callable(dtype) else dtype for name in self._shapes}
         self._config = make_config(model, base_config, self._main_dtype())
@@ -181,6 +181,8 @@ class CheckpointWriter:
     def _check_room(self) -> None:
         if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
             raise CheckpointError(f"{self._out}: exists already: remove it, or choose another name")
+        if self._out.resolve() == Path.cwd():
+            raise CheckpointError(f"{self._out}: is the current folder, which cannot be replaced: choose a name in it")
         existing = next(parent for parent in self._out.resolve().parents if parent.exists())
         free = shutil.disk_usage(existing).free
         if free < self.total_bytes:

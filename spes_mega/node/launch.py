@@ -76,6 +76,8 @@ def _environment() -> dict[str, str]:
     env = dict(os.environ)
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         env.setdefault("DS_ACCELERATOR", "cpu")
+        # threads that spin while they wait slow several nodes on one machine down many times
+        env.setdefault("OMP_WAIT_POLICY", "passive")
     return env
 
 

@@ -19,6 +19,8 @@ class LoneNode:
         self._recipe, self._ranks, self._out, self._init = recipe, ranks, out, init
 
     def start(self, weights: NodeWeights) -> int:
+        """Raises CheckpointError: OUT holds a result already, or `init` is not the recipe's model."""
+        self._ranks.first(self._check_out)
         model, seed = self._recipe.model, self._recipe.train.seed
         if self._init is None:
             weights.assign(weights.shapes, lambda name: initial_tensor(model, name, weights.shapes[name], seed))
@@ -28,6 +30,10 @@ class LoneNode:
         with open_checkpoint(init) as checkpoint:
             weights.assign(weights.shapes, checkpoint.read)
         return 0
+
+    def _check_out(self) -> None:
+        if (final := self._out / "final").exists():
+            raise CheckpointError(f"{final}: an earlier run's result is there: choose another --out, or remove it")
 
     def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
         return round_ + 1

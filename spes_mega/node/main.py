@@ -92,12 +92,13 @@ class _Node:
         from spes_mega.node.hub_node import HubNode
 
         client = None
+        token = self.ranks.agree(lambda: read_token(self.options.token_file))
         if self.ranks.leads:
             client = HubClient.for_recipe(
                 self.recipe,
                 self.options.hub,
                 self.options.node,
-                token=read_token(self.options.token_file),
+                token=token,
                 spool_dir=self.options.out,
             )
         source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say)
@@ -130,8 +131,12 @@ class _Node:
         round_ = source.start(weights)
         trainer = Trainer(self.recipe, engine, data, self.ranks, self.stop)
         metrics = None
-        if self.ranks.leads:
+
+        def open_metrics() -> None:
+            nonlocal metrics
             metrics = MetricsFile(self.options.out / "metrics.jsonl", self.recipe.step_at(round_))
+
+        self.ranks.first(open_metrics)
         with self.report or nullcontext(), metrics or nullcontext():
             NodeRun(self.recipe, trainer, weights, source, self.report, metrics).run(round_)
 

@@ -34,10 +34,15 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Appends lines to `metrics.jsonl`; lines of steps after `done_steps`, which come again, are dropped first."""
+    """Appends lines to `metrics.jsonl`; lines of steps after `done_steps`, which come again, are dropped first.
+
+    A run that begins at step 0 sets an older file aside as `metrics.jsonl.old`.
+    """
 
     def __init__(self, path: Path, done_steps: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if done_steps == 0 and path.is_file() and path.stat().st_size:
+            path.replace(path.with_name(f"{path.name}.old"))
         kept = _lines_up_to(path, done_steps)
         path.write_text("".join(kept), encoding="utf-8")
         self._stream: IO[str] = path.open("a", encoding="utf-8")
@@ -62,7 +67,7 @@ class MetricsFile:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.is_file() or step == 0:
+    if not path.is_file():
         return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):

@@ -127,6 +127,8 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Report | None]:
         return None, {"signum": e.signum}
     except SpesError as e:
         return None, {"message": str(e), "exit_code": e.exit_code}
+    except OSError as e:
+        return None, {"message": f"{e.filename}: {e.strerror}" if e.filename else str(e), "exit_code": 1}
     except Exception as e:  # a fault of the program: its trace is shown where it happened
         traceback.print_exc()
         return None, {"message": f"internal error on rank {dist.get_rank()}: {e!r}", "exit_code": 1}

@@ -13,6 +13,7 @@ from spes_mega.layout import expert_of
 from spes_mega.model import build, ensure_parallel_state
 from spes_mega.node.engine import create_engine
 from spes_mega.node.hub_node import HubNode
+from spes_mega.node.lone_node import LoneNode
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.weights import NodeWeights
@@ -136,3 +137,10 @@ def test_traffic_is_counted_and_taken_once(start, weights):
     assert traffic.bytes_up == 0
     assert traffic.bytes_down > sum(4 * torch.Size(shape).numel() for shape in weights.shapes.values())
     assert node.take_traffic().bytes_down == 0
+
+
+def test_a_lone_node_never_trains_towards_a_result_that_it_cannot_write(ranks, weights, write_recipe, tmp_path):
+    (tmp_path / "final").mkdir()
+    lone = LoneNode(load_recipe(write_recipe(tmp_path)), ranks, tmp_path, None)
+    with pytest.raises(SpesError, match=r"final: an earlier run's result is there: choose another --out"):
+        lone.start(weights)

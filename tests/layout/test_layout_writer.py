@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout import EMBEDDING, FINAL_NORM, CheckpointWriter, open_checkpoint
+from spes_mega.layout import EMBEDDING, FINAL_NORM, CheckpointWriter, expected_tensors, open_checkpoint
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -122,6 +122,24 @@ def test_overflow_in_fp16_is_refused(section, tmp_path):
         CheckpointWriter(tmp_path / "out", section("llama"), torch.float16) as writer,
     ):
         writer.write(FINAL_NORM, torch.full((32,), 1e6))
+
+
+def test_a_link_to_an_empty_folder_elsewhere_is_filled(section, tmp_path):
+    (tmp_path / "big_disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big_disk")
+    model = section("llama")
+    with CheckpointWriter(tmp_path / "out", model, torch.float32) as writer:
+        for name, shape in expected_tensors(model).items():
+            writer.write(name, torch.ones(shape))
+    assert (tmp_path / "out").is_symlink()
+    with open_checkpoint(tmp_path / "big_disk") as checkpoint:
+        assert float(checkpoint.read(FINAL_NORM).sum()) == 32
+
+
+def test_the_current_folder_is_refused_at_once(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="current folder"):
+        CheckpointWriter(Path(), section("llama"), torch.float32)
 
 
 def test_an_existing_directory_is_kept(section, make_checkpoint, tmp_path):

@@ -42,6 +42,14 @@ def test_a_node_that_comes_back_drops_what_it_will_do_again(tmp_path, done, kept
     assert [line["step"] for line in lines(path)] == [*kept, done + 1]
 
 
+def test_a_new_run_sets_the_figures_of_an_older_one_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path, 0).write(metrics_of(1, lm_loss=7.0))
+    MetricsFile(path, 0).write(metrics_of(1, lm_loss=6.0))
+    assert [line["lm_loss"] for line in lines(path)] == [6.0]
+    assert [line["lm_loss"] for line in lines(tmp_path / "metrics.jsonl.old")] == [7.0]
+
+
 def test_plain_lines_every_log_every_steps_and_at_the_end():
     stream = io.StringIO()
     with ConsoleReport(3, steps=5, log_every=2, console=Console(file=stream)) as report:

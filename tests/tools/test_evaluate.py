@@ -10,6 +10,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from transformers import AutoModelForCausalLM
 
 from spes_mega.errors import CheckpointError, DataError, RecipeError
+from spes_mega.layout.token_stream import TokenStream
 from spes_mega.tools.evaluate import command, evaluate
 from tests.model import tiny
 
@@ -104,3 +105,10 @@ def test_a_loss_that_is_not_finite_is_an_error(data, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"the loss on .* is nan"):
         evaluate(tmp_path, data)
+
+
+def test_a_truncated_index_is_named(tmp_path):
+    (tmp_path / "text.bin").write_bytes(b"\0" * 64)
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00" + b"\x01" + b"\0" * 20)
+    with pytest.raises(DataError, match=r"text\.idx: not the index of a Megatron-Core dataset"):
+        TokenStream(tmp_path / "text")
