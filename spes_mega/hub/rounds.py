@@ -3,48 +3,45 @@
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from enum import Enum
 
 from spes_mega.errors import DeadlineError, HubRefusedError, SpesError
 from spes_mega.hub.faults import StaleRoundError
+from spes_mega.hub.members import Member, Members, Presence
 from spes_mega.recipe import SpesSection
 
 POLL_S = 0.2
 """How often the hub looks for a deadline or a request to stop, at the least."""
 
 
-class Presence(Enum):
-    """What the hub knows of a node."""
-
-    NEVER_JOINED = "never joined"
-    JOINED = "joined"
-    MISSED = "missed a round"  # not waited for until it is heard of again
-    LEFT = "left"
-
-
 class Stopped(Exception):
     """The hub was asked to stop."""
-
-
-@dataclass
-class Member:
-    presence: Presence = Presence.NEVER_JOINED
-    session: str | None = None
 
 
 class Rounds:
     """The state machine of a run. All methods may be called from any thread."""
 
     def __init__(
-        self, spes: SpesSection, round_: int, pushed: Collection[int] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        spes: SpesSection,
+        round_: int,
+        pushed: Collection[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        members: Members | None = None,
+        remember: Callable[[Members], None] = lambda members: None,
     ) -> None:
-        """`round_` is the newest committed state and the open round; `pushed` are nodes whose push is stored."""
+        """`round_` is the newest committed state and the open round; `pushed` are nodes whose push is stored.
+
+        `members` are those that an earlier hub of the run knew: they may be training and call only when they push, so
+        they have the round's deadline and not that for joining. `remember` keeps each change of them; it may raise a
+        SpesError, and then the change is not made.
+        """
         self._spes = spes
         self._min_nodes = spes.min_nodes or spes.num_nodes
         self._clock = clock
         self._changed = threading.Condition()
-        self._members = {node: Member() for node in range(spes.num_nodes)}
+        self._members = {node: Member() for node in range(spes.num_nodes)} | dict(members or {})
+        self._remember = remember
         self._round = round_
         self._pushed = set(pushed)
         self._closing = False
@@ -59,8 +56,7 @@ class Rounds:
         """A node's process begins; it takes over the node's number from an older process."""
         with self._changed:
             self._check_alive()
-            self._members[node] = Member(Presence.JOINED, session)
-            self._changed.notify_all()
+            self._note({node: Member(Presence.JOINED, session)})
 
     def heard(self, node: int, session: str) -> None:
         """A node called. After a restart of the hub, this makes it known again.
@@ -74,15 +70,13 @@ class Rounds:
             if member.session not in (None, session):
                 raise HubRefusedError(f"another process has joined as node {node}; this one no longer takes part")
             if member.presence is not Presence.JOINED:
-                self._members[node] = Member(Presence.JOINED, session)
-                self._changed.notify_all()
+                self._note({node: Member(Presence.JOINED, session)})
 
     def leave(self, node: int, session: str) -> None:
         """A node takes no more part. What it has pushed counts."""
         with self._changed:
             if self._members[node].session in (None, session):
-                self._members[node] = Member(Presence.LEFT, session)
-                self._changed.notify_all()
+                self._note({node: Member(Presence.LEFT, session)})
 
     def check_open(self, round_: int) -> None:
         """Raises StaleRoundError if `round_` is closed or being closed, HubRefusedError if it is not open yet."""
@@ -137,6 +131,7 @@ class Rounds:
 
         Raises:
             DeadlineError: nodes did not come in time; they are named.
+            StoreError: the state directory cannot be written.
             Stopped: `stop` was called.
         """
         with self._changed:
@@ -144,9 +139,8 @@ class Rounds:
                 if self._stopping:
                     raise Stopped
                 self._changed.wait(POLL_S)
+            self._note({node: Member(Presence.MISSED, self._members[node].session) for node in self._awaited()})
             self._closing = True
-            for node in self._awaited():
-                self._members[node].presence = Presence.MISSED
             return self._round, tuple(sorted(self._pushed))
 
     def committed(self, round_: int) -> None:
@@ -214,6 +208,13 @@ class Rounds:
         return 0.0 if self._opened is None else self._clock() - self._opened
 
     # the rules
+
+    def _note(self, changes: Members) -> None:
+        if changes:
+            members = self._members | dict(changes)
+            self._remember(members)
+            self._members = members
+            self._changed.notify_all()
 
     def _with(self, presence: Presence) -> list[int]:
         return [node for node, member in self._members.items() if member.presence is presence]

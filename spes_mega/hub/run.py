@@ -9,6 +9,7 @@ from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
+from spes_mega.hub.members import expected_back
 from spes_mega.hub.payload import (
     CHUNK_BYTES,
     Shape,
@@ -46,7 +47,7 @@ class Run:
             self.newest: RoundRecord = self.ledger.rounds[-1]
             self.staging = self._stage(round_)
             pushed = self.staging.committed(lambda node, reason: self.ledger.reject(node, round_, reason))
-            self.rounds = Rounds(recipe.spes, round_, pushed)
+            self.rounds = self._rounds(round_, pushed)
             self._snapshot()  # a crash may have come between the last round and its snapshot
         except BaseException:
             self._store.close()
@@ -71,6 +72,12 @@ class Run:
         text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
         self._console.say("resumed", text, round=newest)
         return newest
+
+    def _rounds(self, round_: int, pushed: set[int]) -> Rounds:
+        members = self._store.read_members()
+        if not self.finished:
+            members = expected_back(members)
+        return Rounds(self.recipe.spes, round_, pushed, members=members, remember=self._store.write_members)
 
     def _stage(self, round_: int) -> Staging:
         return Staging(self._store.pushes_dir(round_), self.pushed_shapes, FP32)

@@ -2,6 +2,7 @@
 
     run.json                     which run this is
     lock                         held by the hub that uses the directory
+    members.json                 which nodes take part
     rounds/000007/               a committed state: a Hugging Face directory in fp32, and round.json
     pushes/000007/node-001.safetensors   a committed push for the open round
     snapshots/round-000007/      kept for good
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 
 from spes_mega.errors import StoreError
+from spes_mega.hub import members as members_format
 from spes_mega.hub.ledger import Ledger, RoundRecord
+from spes_mega.hub.members import Member, Members
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
@@ -83,6 +86,27 @@ class Store:
         if raw.get("round") != round_ or not ledger.rounds or ledger.rounds[-1].round != round_:
             raise StoreError(f"{path}: speaks of another round than its directory's name")
         return ledger
+
+    def read_members(self) -> dict[int, Member]:
+        """The nodes that took part when the directory was last used. Raises StoreError if members.json is damaged."""
+        path = self.root / "members.json"
+        if not path.exists():
+            return {}
+        try:
+            members = members_format.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise StoreError(f"{path}: damaged: {e!r}; remove it, and all nodes have to join anew") from e
+        if strangers := sorted(set(members) - set(range(self._recipe.spes.num_nodes))):
+            raise StoreError(f"{path}: speaks of node {strangers[0]}, which this run does not have; remove it")
+        return members
+
+    def write_members(self, members: Members) -> None:
+        """Raises StoreError if the directory cannot be written."""
+        path = self.root / "members.json"
+        try:
+            _write_durably(path, json.dumps(members_format.as_json(members)))
+        except OSError as e:
+            raise StoreError(f"{path}: the hub cannot note who takes part: {e.strerror or e}") from e
 
     def commit(
         self,

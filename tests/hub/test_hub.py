@@ -30,6 +30,13 @@ from spes_mega.outer.codecs import FP32
 TOKENS = {0: 100, 1: 23}
 
 
+def until(condition, timeout=10):
+    give_up = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def trained(recipe, state, node, round_):
     """What a node pushes: what it pulled, moved by a made-up step."""
     return {name: state[name] + step for name, step in fabricate(recipe, node, round_).items()}
@@ -353,11 +360,42 @@ def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsy
     assert "going on from round 0/2" in (text := capsys.readouterr().out)
     assert f"--init {tmp_path} is ignored" in text
     zero, one = connect(again, 0), connect(again, 1)
+    zero.join()
+    one.join()
     assert one.status()["waiting_for"] == [1]
     push(one, recipe, 0, fabricate(recipe, 1, 0))
     assert zero.wait_round(1) == 1
     pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
     assert_same(pull(zero, None)[1], next_state(recipe, initial, pushes))
+
+
+def test_a_hub_that_is_started_again_waits_for_nodes_that_are_training(start_hub, tmp_path):
+    recipe = make_recipe(join_deadline_s=0.5)
+    hub = start_hub(recipe)
+    zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    zero.join()
+    one.join()
+    hub.stop()
+    again = start_hub(recipe)
+    time.sleep(1)  # nobody calls before the join deadline
+    zero, one = moved(zero, again), moved(one, again)
+    assert [node["state"] for node in zero.status()["nodes"]] == ["joined", "joined"]
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    assert zero.wait_round(1) == 1
+    zero.leave()
+    one.leave()
+    again.stop()
+    third = start_hub(recipe)  # who left has to come back in time
+    assert "nodes 0, 1 did not join within 0.5 s" in str(third.join().error)
+
+
+def moved(client, hub):
+    """The same process of a node, whose hub now has another port."""
+    client.close()
+    other = HubClient(hub.address, client.node, client._caller.digest)
+    other._caller.session = client._caller.session
+    return other
 
 
 def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tmp_path):
@@ -373,6 +411,7 @@ def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tm
     status = client.status()
     assert status["waiting_for"] == [0, 1]
     assert "damaged on the hub's disk" in status["rejected"][0]["reason"]
+    client.join()
     push(client, recipe, 0, fabricate(recipe, 1, 0))
     assert client.status()["waiting_for"] == [0]
 
@@ -418,7 +457,7 @@ def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_
         go_on.set()
         with pytest.raises(StaleRoundError, match="round 0 is closed"):
             late.result()
-    assert [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()] == []
+    until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
     zero.close()
     one.close()
 

@@ -140,6 +140,7 @@ def test_signals_stop_it_cleanly(start_process, tmp_path, number):
     assert files == [
         "config.json",
         "lock",
+        "members.json",
         "model.safetensors",
         "node-000.safetensors",
         "round.json",

@@ -2,9 +2,10 @@ import threading
 
 import pytest
 
-from spes_mega.errors import DeadlineError, HubRefusedError
+from spes_mega.errors import DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub.client import StaleRoundError
-from spes_mega.hub.rounds import Presence, Rounds, Stopped
+from spes_mega.hub.members import Member, Presence, expected_back
+from spes_mega.hub.rounds import Rounds, Stopped
 from spes_mega.recipe import SpesSection
 
 
@@ -20,9 +21,9 @@ def clock():
     return Clock()
 
 
-def make(clock, pushed=(), round_=0, **spes):
+def make(clock, pushed=(), round_=0, members=None, remember=lambda members: None, **spes):
     fields = {"num_nodes": 3, "join_deadline_s": 100, "round_deadline_s": 1000, "rpc_deadline_s": 10} | spes
-    return Rounds(SpesSection(**fields), round_, pushed, clock)
+    return Rounds(SpesSection(**fields), round_, pushed, clock, members=members, remember=remember)
 
 
 def join(rounds, *nodes):
@@ -178,3 +179,91 @@ def test_a_pull_waits_while_a_round_is_being_closed(clock):
     threading.Timer(0.05, rounds.committed, [1]).start()
     rounds.settle()
     assert rounds.round == 1
+
+
+def known(**presences):
+    """Members as an earlier hub noted them: known(n0=Presence.JOINED) is node 0 with session s0."""
+    return {int(name[1:]): Member(presence, f"s{name[1:]}") for name, presence in presences.items()}
+
+
+def test_nodes_known_before_a_restart_have_the_deadline_of_the_round_and_not_that_for_joining(clock):
+    joined = dict.fromkeys(("n0", "n1", "n2"), Presence.JOINED)
+    rounds = make(clock, pushed={0}, round_=5, members=known(**joined))
+    assert closes(rounds) is None
+    clock.now = 999  # far beyond the join deadline
+    assert closes(rounds) is None
+    push(rounds, 1, round_=5)
+    clock.now = 1000
+    with pytest.raises(DeadlineError, match="round 5: node 2 did not push within 1000 s"):
+        rounds.await_close()
+
+
+def test_nodes_unknown_before_a_restart_have_the_deadline_for_joining(clock):
+    rounds = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED))
+    assert closes(rounds) is None
+    clock.now = 100
+    with pytest.raises(DeadlineError, match="node 2 did not join within 100 s"):
+        rounds.await_close()
+    enough = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED), min_nodes=2)
+    push(enough, 0, 1, round_=5)
+    clock.now = 199
+    assert closes(enough) is None
+    clock.now = 200
+    assert closes(enough) == (5, (0, 1))
+
+
+def test_who_left_before_a_restart_may_come_back_and_who_missed_a_round_is_not_waited_for(clock):
+    members = known(n0=Presence.JOINED, n1=Presence.LEFT, n2=Presence.MISSED)
+    rounds = make(clock, members=expected_back(members), min_nodes=1)
+    assert [rounds.presence()[node] for node in range(3)] == [
+        Presence.JOINED,
+        Presence.NEVER_JOINED,
+        Presence.MISSED,
+    ]
+    push(rounds, 0)
+    assert closes(rounds) is None
+    rounds.join(1, "another process")
+    push(rounds, 1)
+    assert closes(rounds) == (0, (0, 1))
+
+
+def test_an_older_process_is_still_refused_after_a_restart(clock):
+    rounds = make(clock, members=known(n0=Presence.JOINED))
+    with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
+        rounds.heard(0, "old")
+    rounds.heard(0, "s0")
+    rounds.join(0, "new")
+    rounds.heard(0, "new")
+
+
+def test_each_change_of_the_members_is_noted_once(clock):
+    noted = []
+    rounds = make(clock, min_nodes=1, remember=lambda members: noted.append(dict(members)))
+    join(rounds, 0, 1, 2)
+    rounds.heard(1, "s1")
+    push(rounds, 0)
+    assert closes(rounds) is None
+    clock.now = 1000
+    rounds.leave(2, "s2")
+    assert closes(rounds) == (0, (0,))
+    rounds.committed(1)
+    rounds.heard(1, "s1")
+    assert [[members[node].presence.value for node in range(3)] for members in noted] == [
+        ["joined", "never joined", "never joined"],
+        ["joined", "joined", "never joined"],
+        ["joined", "joined", "joined"],
+        ["joined", "joined", "left"],
+        ["joined", "missed a round", "left"],
+        ["joined", "joined", "left"],
+    ]
+    assert noted[-1][1] == Member(Presence.JOINED, "s1")
+
+
+def test_a_change_that_cannot_be_noted_is_not_made(clock):
+    def full(members):
+        raise StoreError("no space")
+
+    rounds = make(clock, remember=full)
+    with pytest.raises(StoreError, match="no space"):
+        rounds.join(0, "s0")
+    assert rounds.presence()[0] is Presence.NEVER_JOINED

@@ -7,6 +7,7 @@ from spes_mega.errors import StoreError
 from spes_mega.hub import store as store_module
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger
+from spes_mega.hub.members import Member, Presence
 from spes_mega.hub.store import Store
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
@@ -153,3 +154,33 @@ def test_the_ledger_survives_json_and_is_bounded():
     assert again.nodes[1].last_pushed_round == 98
     assert (again.rounds[-1].bytes_up, again.rounds[-1].bytes_down) == (10, 99)
     assert len(json.dumps(ledger.as_json())) < 40_000
+
+
+def test_members_are_kept(store):
+    assert store.read_members() == {}
+    members = {0: Member(Presence.MISSED, "a"), 1: Member(Presence.NEVER_JOINED)}
+    store.write_members({0: Member(Presence.JOINED, "a")})
+    store.write_members(members)
+    assert store.read_members() == members
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "damaged"),
+        ("[1]", "damaged"),
+        ('[{"node": 0, "presence": "here", "session": null}]', "damaged.*'here'"),
+        ('[{"node": 0, "presence": "joined", "session": 1}]', "damaged.*a session is a text"),
+        ('[{"node": 2, "presence": "joined", "session": null}]', "speaks of node 2"),
+    ],
+)
+def test_damaged_members_are_named(store, tmp_path, text, message):
+    (tmp_path / "state/members.json").write_text(text)
+    with pytest.raises(StoreError, match=rf"members\.json: {message}.*remove it"):
+        store.read_members()
+
+
+def test_members_that_cannot_be_written_are_a_store_error(store, tmp_path):
+    (tmp_path / "state/.members.json.partial").mkdir()
+    with pytest.raises(StoreError, match=r"members\.json: the hub cannot note who takes part: Is a directory"):
+        store.write_members({0: Member(Presence.JOINED, "a")})
