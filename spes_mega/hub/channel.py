@@ -1,6 +1,8 @@
 """The node's line to the hub: channel options, token, retries with backoff, errors."""
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -23,47 +25,71 @@ CHANNEL_OPTIONS = (
 )
 
 
-class Channel:
-    """Calls the hub's methods; what is transient is tried again until `deadline_s` is over."""
+MIN_ATTEMPT_S = 1.0
 
-    def __init__(self, address: str, token: str | None, deadline_s: float) -> None:
+
+@dataclass(frozen=True)
+class Limit:
+    """How long something is tried, and the setting that says so, for messages."""
+
+    seconds: float
+    setting: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s" + (f" ({self.setting})" if self.setting else "")
+
+
+class Channel:
+    """Calls the hub's methods; what is transient is tried again until `limit` is over."""
+
+    def __init__(self, address: str, token: str | None, limit: Limit) -> None:
         self.address = address
-        self.deadline_s = deadline_s
+        self.limit = limit
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = HubStub(self._channel)
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        """A unary call with retries. Raises the SpesError that the hub answered, or DeadlineError."""
-        return self.retrying(lambda: self.open(method, request, timeout_s))
+        """A unary call that may be repeated. Raises the SpesError that the hub answered, or DeadlineError.
+
+        An attempt is given up after `timeout_s`, all of them together after the channel's limit.
+        """
+        end = time.monotonic() + self.limit.seconds
+        return self.retrying(lambda: self.open(method, request, attempt_s(timeout_s, end)))
 
     def open(self, method: str, request: Any, timeout_s: float) -> Any:
         """One attempt at any call, streaming or not; gRPC's own errors."""
         return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
 
-    def retrying(self, attempt: Callable[[], T]) -> T:
-        """Run `attempt` until it succeeds, fails for good, or the deadline is over."""
+    def retrying(self, attempt: Callable[[], T], limit: Limit | None = None) -> T:
+        """Run `attempt` until it succeeds, fails for good, or `limit` (default: the channel's) is over."""
+        limit = limit or self.limit
         policy = Retrying(
             retry=retry_if_exception(_is_transient),
             wait=wait_random_exponential(multiplier=0.2, max=5),
-            stop=stop_after_delay(self.deadline_s),
-            retry_error_callback=self._give_up,
+            stop=stop_after_delay(limit.seconds),
+            retry_error_callback=lambda state: self._give_up(state, limit),
         )
         try:
             return policy(attempt)
         except grpc.RpcError as e:
             raise error_of(e, self.address) from e
 
-    def _give_up(self, state: RetryCallState) -> Any:
+    def _give_up(self, state: RetryCallState, limit: Limit) -> Any:
         last = state.outcome.exception() if state.outcome else None
         text = last.details() if isinstance(last, grpc.RpcError) else str(last)
         raise DeadlineError(
-            f"hub at {self.address}: no success within {self.deadline_s:g} s (last: {text}); "
+            f"hub at {self.address}: no success within {limit} (last: {text}); "
             "is it running, and can this machine reach it?"
         ) from last
 
     def close(self) -> None:
         self._channel.close()
+
+
+def attempt_s(timeout_s: float, end: float) -> float:
+    """Seconds for one attempt, when all of them together have to be done at `end` (of time.monotonic)."""
+    return max(min(timeout_s, end - time.monotonic()), MIN_ATTEMPT_S)
 
 
 def _is_transient(error: BaseException) -> bool:

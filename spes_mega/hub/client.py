@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spes_mega.errors import DeadlineError, HubRefusedError
 from spes_mega.hub.access import TOKEN_VARIABLE, read_token
-from spes_mega.hub.channel import Channel
+from spes_mega.hub.channel import Channel, Limit, attempt_s
 from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.payload import ChunkSink, Shape, StoredPayload, file_chunks, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
@@ -35,7 +35,8 @@ __all__ = [
     "StaleRoundError",
     "read_token",
 ]
-CALL_DEADLINE_S = 30.0
+ATTEMPT_S = 30.0
+"""Seconds for an answer that the hub gives at once; then the same is asked again."""
 POLL_S = 20.0
 
 
@@ -101,13 +102,19 @@ class HubClient:
         *,
         token: str | None = None,
         rpc_deadline_s: float = 600.0,
+        rpc_setting: str = "",
         wait_deadline_s: float = 24 * 3600.0,
+        wait_setting: str = "",
         spool_dir: Path | None = None,
     ) -> None:
-        """`spool_dir` needs room for one state of the model; default: the system's temporary directory."""
-        self._channel = Channel(address, token, rpc_deadline_s)
+        """`spool_dir` needs room for one state of the model; default: the system's temporary directory.
+
+        What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
+        name these limits in messages.
+        """
+        self._channel = Channel(address, token, Limit(rpc_deadline_s, rpc_setting))
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
-        self._wait_deadline_s = wait_deadline_s
+        self._wait_limit = Limit(wait_deadline_s, wait_setting)
         self._spool_dir = spool_dir
         self.address = address
         self.node = node
@@ -126,13 +133,15 @@ class HubClient:
             recipe.digest(),
             token=token,
             rpc_deadline_s=spes.rpc_deadline_s,
+            rpc_setting="spes.rpc_deadline_s",
             wait_deadline_s=spes.join_deadline_s + 2 * spes.round_deadline_s + spes.rpc_deadline_s,
+            wait_setting="spes.join_deadline_s + 2 spes.round_deadline_s + spes.rpc_deadline_s",
             spool_dir=spool_dir,
         )
 
     def join(self) -> Joined:
         """Tell the hub that this node takes part; waits for a hub that is not up yet."""
-        reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), CALL_DEADLINE_S)
+        reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), ATTEMPT_S)
         return Joined(reply.round, reply.num_rounds, reply.pushed)
 
     def pull(self, have_round: int | None = None) -> Pulled:
@@ -147,7 +156,7 @@ class HubClient:
     def _download(self, request: pb.PullRequest) -> Pulled:
         spool = self._spool()
         try:
-            replies = self._channel.open("Pull", request, self._channel.deadline_s)
+            replies = self._channel.open("Pull", request, self._channel.limit.seconds)
             opening = next(replies).opening
             sink = ChunkSink(spool, opening.total_bytes)
             for reply in replies:
@@ -177,7 +186,7 @@ class HubClient:
             self._channel.retrying(lambda: self._upload(opening, spool))
 
     def _upload(self, opening: pb.PushOpening, spool: BinaryIO) -> None:
-        self._channel.open("Push", self._push_requests(opening, spool), self._channel.deadline_s)
+        self._channel.open("Push", self._push_requests(opening, spool), self._channel.limit.seconds)
 
     def _push_requests(self, opening: pb.PushOpening, spool: BinaryIO) -> Iterator[pb.PushRequest]:
         yield pb.PushRequest(opening=opening)
@@ -190,22 +199,28 @@ class HubClient:
 
     def wait_round(self, round_: int) -> int:
         """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""
-        give_up = time.monotonic() + self._wait_deadline_s
+        limit = self._wait_limit
+        end = time.monotonic() + limit.seconds
         request = pb.WaitRequest(caller=self._caller, round=round_, timeout_s=POLL_S)
-        while (newest := self._channel.call("WaitRound", request, POLL_S + CALL_DEADLINE_S).round) < round_:
-            if time.monotonic() > give_up:
-                raise DeadlineError(
-                    f"hub at {self.address}: round {round_} was not closed within {self._wait_deadline_s:g} s"
-                )
-        return cast(int, newest)
+
+        def poll() -> int:
+            return cast(int, self._channel.open("WaitRound", request, attempt_s(POLL_S + ATTEMPT_S, end)).round)
+
+        def wait() -> int:
+            while (newest := poll()) < round_:
+                if time.monotonic() > end:
+                    raise DeadlineError(f"hub at {self.address}: round {round_} was not closed within {limit}")
+            return newest
+
+        return self._channel.retrying(wait, limit)
 
     def leave(self) -> None:
         """Tell the hub that this node takes no more part, so that nobody waits for it."""
-        self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), CALL_DEADLINE_S)
+        self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), ATTEMPT_S)
 
     def status(self) -> dict[str, Any]:
         """What the hub is doing; keys are those of `StatusReply` in hub.proto."""
-        return as_dict(self._channel.call("Status", pb.StatusRequest(), CALL_DEADLINE_S))
+        return as_dict(self._channel.call("Status", pb.StatusRequest(), ATTEMPT_S))
 
     def close(self) -> None:
         self._channel.close()

@@ -27,7 +27,13 @@ _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
     "store": (StoreError, grpc.StatusCode.ABORTED),
     "error": (SpesError, grpc.StatusCode.ABORTED),
 }
-TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DATA_LOSS}
+# All calls may be repeated, so that a line that fell silent in the middle of one is as good as one that broke.
+TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DATA_LOSS,
+}
 
 
 def answer_with(context: grpc.ServicerContext, error: SpesError) -> NoReturn:
@@ -45,6 +51,4 @@ def error_of(call: grpc.RpcError, address: str) -> SpesError:
         return _KINDS[kind][0](call.details())
     if call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return HubRefusedError(f"hub at {address}: {call.details()}")
-    if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"hub at {address}: a call was not done within its deadline (spes.rpc_deadline_s)")
     return SpesError(f"hub at {address}: {call.code().name}: {call.details()}")

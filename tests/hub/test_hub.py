@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -420,6 +421,92 @@ def test_a_hub_that_is_not_there_is_named():
     client = HubClient("127.0.0.1:1", 0, "", rpc_deadline_s=0.5)
     with client, pytest.raises(DeadlineError, match=r"hub at 127\.0\.0\.1:1: no success within 0\.5 s"):
         client.join()
+
+
+class Relay:
+    """A line to a hub that can fall silent: it stays connected and passes nothing on."""
+
+    def __init__(self, target):
+        self._target = target.rpartition(":")[::2]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = threading.Event()
+        self._open.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def silence(self):
+        self._open.clear()
+
+    def speak(self):
+        self._open.set()
+
+    def _accept(self):
+        while True:
+            node = self._listener.accept()[0]
+            hub = socket.create_connection(self._target)
+            for source, sink in ((node, hub), (hub, node)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._open.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def short_attempts(monkeypatch):
+    monkeypatch.setattr(client_module, "ATTEMPT_S", 1.0)
+    monkeypatch.setattr(client_module, "POLL_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_attempts")
+def test_a_line_that_falls_silent_longer_than_an_attempt_ends_no_call(start_hub):
+    recipe = make_recipe(num_nodes=1)
+    hub = start_hub(recipe)
+    relay = Relay(hub.address)
+    client = HubClient(relay.address, 0, recipe.digest(), rpc_deadline_s=20, wait_deadline_s=20)
+    with client, ThreadPoolExecutor() as pool:
+
+        def through_silence(call, *arguments):
+            relay.silence()
+            result = pool.submit(call, *arguments)
+            time.sleep(1.5)
+            assert not result.done()
+            relay.speak()
+            return result.result(timeout=15)
+
+        assert through_silence(client.join).round == 0
+        assert through_silence(client.status)["round"] == 0
+        push(client, recipe, 0, fabricate(recipe, 0, 0))
+        assert through_silence(client.wait_round, 1) == 1
+        through_silence(client.leave)
+    assert hub.run.rounds.presence()[0].value == "left"
+
+
+@pytest.mark.usefixtures("short_attempts")
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_wait_that_ends_without_the_round_names_its_own_limit(start_hub, silent):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    relay = Relay(hub.address)
+    client = HubClient.for_recipe(
+        make_recipe(join_deadline_s=0.5, round_deadline_s=0.5, rpc_deadline_s=0.5), relay.address, 0
+    )
+    client._caller.digest = recipe.digest()
+    with client:
+        client.join()
+        message = r"round 1 was not closed within"
+        if silent:
+            relay.silence()
+            message = "no success within"
+        limit = r"2 s \(spes.join_deadline_s \+ 2 spes.round_deadline_s \+ spes.rpc_deadline_s\)"
+        with pytest.raises(DeadlineError, match=f"hub at {relay.address}: {message} {limit}"):
+            client.wait_round(1)
+        relay.silence()
+        with pytest.raises(DeadlineError, match=r"no success within 0.5 s \(spes.rpc_deadline_s\) \(last: Deadline"):
+            client.status()
 
 
 def test_two_hubs_on_one_port_are_refused(start_hub, tmp_path):
