@@ -42,7 +42,8 @@ def command(
 
     The run's state is in --state, and what is committed there survives any crash: start the same command again
     to go on. Writes a Hugging Face directory to STATE/snapshots every spes.snapshot_every rounds and at the end,
-    waits until the nodes have left, and exits with 0. Ctrl-C and SIGTERM stop it cleanly.
+    waits until the nodes have left (spes.rpc_deadline_s at most, and 30 s for a node that missed a round and has not
+    been heard of since), and exits with 0. Ctrl-C and SIGTERM stop it cleanly.
     """
     return_large_blocks()
     console = Console(as_json)

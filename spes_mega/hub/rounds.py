@@ -152,11 +152,11 @@ class Rounds:
             self._opened = self._clock()
             self._changed.notify_all()
 
-    def wait_all_left(self, timeout_s: float) -> list[int]:
-        """Wait until no node takes part any more; returns those that still do when the time is over."""
+    def wait_while(self, presences: Collection[Presence], timeout_s: float) -> list[int]:
+        """Wait until no node has one of these presences; returns those that still have when the time is over."""
         deadline = self._clock() + timeout_s
         with self._changed:
-            while (staying := self._with(Presence.JOINED)) and not self._stopping and self._clock() < deadline:
+            while (staying := self._with(*presences)) and not self._stopping and self._clock() < deadline:
                 self._changed.wait(POLL_S)
             return staying
 
@@ -216,8 +216,8 @@ class Rounds:
             self._members = members
             self._changed.notify_all()
 
-    def _with(self, presence: Presence) -> list[int]:
-        return [node for node, member in self._members.items() if member.presence is presence]
+    def _with(self, *presences: Presence) -> list[int]:
+        return [node for node, member in self._members.items() if member.presence in presences]
 
     def _check_alive(self) -> None:
         if self._failure:

@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from spes_mega.errors import HubRefusedError, SpesError, StoreError
 from spes_mega.hub.access import TokenInterceptor, check_listen
 from spes_mega.hub.console import Console
+from spes_mega.hub.members import Presence
 from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
@@ -16,8 +17,9 @@ from spes_mega.hub.service import HubService
 
 FAREWELL_S = 2.0
 """How long a failed hub goes on answering, so that its nodes learn why."""
-LINGER_S = 10.0
-"""How long a hub that finds its run finished waits for nodes that lack the last state."""
+LINGER_S = 30.0
+"""How long a hub whose run is finished goes on for nodes that it does not know to be there: stragglers whose push for
+the last round is late, and, if it was started on a finished run, anybody who wants the last state."""
 MAX_WORKERS = 256
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second hub on the same port is an error, not a coin toss
@@ -85,15 +87,16 @@ class HubServer:
 
     def _close_rounds(self) -> None:
         rounds, spes = self._run.rounds, self._run.recipe.spes
+        stragglers = {Presence.MISSED}
         if self._run.finished:
+            stragglers = set(Presence)
             text = f"all {self._run.recipe.num_rounds} rounds are closed; serving the last state for {LINGER_S:g} s"
             self._console.say("finished", text, round=rounds.round)
-            deadline = time.monotonic() + LINGER_S
-            while time.monotonic() < deadline and not rounds.stopping:
-                time.sleep(0.1)
         while not self._run.finished:
             self._run.close_round()
-        if staying := rounds.wait_all_left(spes.rpc_deadline_s):
+        # Only then those that take part, because a straggler that is heard of becomes one of them.
+        rounds.wait_while({Presence.JOINED, *stragglers}, LINGER_S)
+        if staying := rounds.wait_while({Presence.JOINED}, spes.rpc_deadline_s):
             text = f"nodes {staying} did not take their leave within {spes.rpc_deadline_s:g} s"
             self._console.say("staying", text, nodes=staying)
 

@@ -17,11 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, read_state, shapes_of
 from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub import client as client_module
+from spes_mega.hub import server as server_module
 from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
 from spes_mega.hub.ledger import RoundRecord
 from spes_mega.hub.payload import CHUNK_BYTES, chunk_of, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.layout.names import expert_of
@@ -581,6 +583,61 @@ def test_a_finished_run_serves_its_last_state_once_more_and_makes_up_for_a_lost_
     client.leave()
     assert again.join().finished
     assert_same(read_state(tmp_path / "state/snapshots/round-000001"), state)
+
+
+def test_a_hub_that_is_started_again_on_the_last_rounds_pushes_waits_for_those_who_made_them(
+    start_hub, connect, monkeypatch, tmp_path
+):
+    recipe = make_recipe(train={"steps": 10})
+    with monkeypatch.context() as patch:
+        patch.setattr(Rounds, "_may_close", lambda self: False)
+        hub = start_hub(recipe)
+        clients = [connect(hub, node) for node in (0, 1)]
+        for node, client in enumerate(clients):
+            client.join()
+            push(client, recipe, 0, fabricate(recipe, node, 0))
+        hub.stop()
+    again = start_hub(recipe)
+    until(lambda: again.run.finished)
+    time.sleep(3 * server_module.LINGER_S)  # the nodes' next attempt may be seconds away
+    for client in [moved(client, again) for client in clients]:
+        assert client.wait_round(1) == 1
+        assert_same(pull(client)[1], read_state(tmp_path / "state/snapshots/round-000001"))
+        client.leave()
+    assert again.join().finished
+
+
+def test_a_straggler_of_the_last_round_is_told_that_it_is_late(start_hub, monkeypatch, capsys):
+    monkeypatch.setattr(server_module, "LINGER_S", 20)
+    recipe = make_recipe(train={"steps": 10}, min_nodes=1, round_deadline_s=0.5, rpc_deadline_s=0.5)
+    hub = start_hub(recipe)
+    fast, slow = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    with fast, slow:
+        fast.join()
+        slow.join()
+        push(fast, recipe, 0, fabricate(recipe, 0, 0))
+        assert fast.wait_round(1) == 1
+        fast.leave()
+        time.sleep(1)  # longer than nodes that take part have for their leave
+        with pytest.raises(StaleRoundError, match="round 0 is closed"):
+            push(slow, recipe, 0, fabricate(recipe, 1, 0))
+        assert pull(slow)[0] == 1
+        slow.leave()
+    assert hub.join(timeout=10).finished
+    assert "did not take their leave" not in capsys.readouterr().out
+
+
+def test_a_straggler_that_never_comes_is_not_waited_for_long(start_hub):
+    recipe = make_recipe(train={"steps": 10}, min_nodes=1, round_deadline_s=0.5, rpc_deadline_s=0.5)
+    hub = start_hub(recipe)
+    fast, slow = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    with fast, slow:
+        fast.join()
+        slow.join()
+        push(fast, recipe, 0, fabricate(recipe, 0, 0))
+        assert fast.wait_round(1) == 1
+        fast.leave()
+        assert hub.join(timeout=10).finished
 
 
 def test_events_are_lines_of_text_or_of_json(capsys):
