@@ -1,4 +1,9 @@
-"""What the hub remembers of a run beside the weights; stored with each committed state."""
+"""What the hub remembers of a run beside the weights; stored with each committed state.
+
+A hub that is started again goes on from the ledger of the last commit, and counts the pushes that are stored for the
+open round anew. Lost is what came in between and left nothing on the disk: bytes sent to nodes (`bytes_down`), bytes of
+uploads that were refused or broke off, and rejections.
+"""
 
 import threading
 from collections import deque
@@ -41,7 +46,7 @@ class Rejection:
 
 @dataclass
 class NodeTraffic:
-    """Payload bytes of one node since the run began."""
+    """Payload bytes of one node since the run began, but for those lost with a hub (see the top of this module)."""
 
     last_pushed_round: int | None = None
     bytes_up: int = 0

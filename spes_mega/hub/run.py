@@ -46,8 +46,7 @@ class Run:
             self.ledger: Ledger = self._store.read_ledger(round_)
             self.newest: RoundRecord = self.ledger.rounds[-1]
             self.staging = self._stage(round_)
-            pushed = self.staging.committed(lambda node, reason: self.ledger.reject(node, round_, reason))
-            self.rounds = self._rounds(round_, pushed)
+            self.rounds = self._rounds(round_, self._stored_pushes(round_))
             self._snapshot()  # a crash may have come between the last round and its snapshot
         except BaseException:
             self._store.close()
@@ -72,6 +71,14 @@ class Run:
         text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
         self._console.say("resumed", text, round=newest)
         return newest
+
+    def _stored_pushes(self, round_: int) -> set[int]:
+        """Nodes whose push an earlier hub took into the open round; the ledger lacks them, being of the last commit."""
+        sizes = self.staging.committed(lambda node, reason: self.ledger.reject(node, round_, reason))
+        for node, size in sizes.items():
+            self.ledger.count_up(node, size)
+            self.ledger.pushed(node, round_)
+        return set(sizes)
 
     def _rounds(self, round_: int, pushed: set[int]) -> Rounds:
         members = self._store.read_members()

@@ -117,19 +117,19 @@ class Staging:
         sync_directory(self._directory)
         return False
 
-    def committed(self, reject: Callable[[int, str], None]) -> set[int]:
-        """Nodes whose push is there, after a restart; a damaged file is removed and given to `reject`."""
-        nodes = set()
+    def committed(self, reject: Callable[[int, str], None]) -> dict[int, int]:
+        """Nodes whose push is there after a restart, and its bytes; a damaged one is removed and given to `reject`."""
+        sizes = {}
         for path in self._directory.iterdir():
             if match := _STAGED.fullmatch(path.name):
                 node = int(match[1])
                 try:
                     self._check(path, node, self._shapes_of(node))
-                    nodes.add(node)
+                    sizes[node] = path.stat().st_size
                 except PayloadError as e:
                     path.unlink()
                     reject(node, f"damaged on the hub's disk: {e}")
-        return nodes
+        return sizes
 
     def open(self, node: int) -> StoredPayload:
         """The committed push of a node."""

@@ -362,12 +362,17 @@ def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsy
     again = start_hub(recipe, init=tmp_path)
     assert "going on from round 0/2" in (text := capsys.readouterr().out)
     assert f"--init {tmp_path} is ignored" in text
+    first = zero
     zero, one = connect(again, 0), connect(again, 1)
     zero.join()
     one.join()
-    assert one.status()["waiting_for"] == [1]
+    status = one.status()
+    assert status["waiting_for"] == [1]
+    assert [node["last_pushed_round"] for node in status["nodes"]] == [0, None]
+    assert [node["bytes_up"] for node in status["nodes"]] == [first.bytes_up, 0]
     push(one, recipe, 0, fabricate(recipe, 1, 0))
     assert zero.wait_round(1) == 1
+    assert zero.status()["rounds"][-1]["bytes_up"] == first.bytes_up + one.bytes_up
     pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
     assert_same(pull(zero, None)[1], next_state(recipe, initial, pushes))
 
