@@ -86,6 +86,11 @@ class Ledger:
         with self._lock:
             self.nodes[node].last_pushed_round = round_
 
+    def includes(self, node: int, round_: int) -> bool:
+        """Whether a push of the node was averaged when `round_` was closed; False if that is too long ago to tell."""
+        with self._lock:
+            return any(record.round == round_ + 1 and node in record.nodes for record in self.rounds)
+
     def reject(self, node: int, round_: int, reason: str) -> None:
         with self._lock:
             self.rejected.append(Rejection(node, round_, reason[:MAX_REASON]))

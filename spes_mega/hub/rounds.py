@@ -66,10 +66,8 @@ class Rounds:
         """
         with self._changed:
             self._check_alive()
-            member = self._members[node]
-            if member.session not in (None, session):
-                raise HubRefusedError(f"another process has joined as node {node}; this one no longer takes part")
-            if member.presence is not Presence.JOINED:
+            self._check_session(node, session)
+            if self._members[node].presence is not Presence.JOINED:
                 self._note({node: Member(Presence.JOINED, session)})
 
     def leave(self, node: int, session: str) -> None:
@@ -89,13 +87,14 @@ class Rounds:
             if round_ > self._round:
                 raise HubRefusedError(f"round {round_} is not open yet: the open round is {self._round}")
 
-    def commit_push(self, node: int, round_: int, rename: Callable[[], object]) -> None:
+    def commit_push(self, node: int, session: str, round_: int, rename: Callable[[], object]) -> None:
         """Make a checked push part of the open round by `rename`, so that no close comes in between.
 
-        Raises what `check_open` raises.
+        Raises what `check_open` raises; HubRefusedError if another process has joined under this number since.
         """
         with self._changed:
             self.check_open(round_)
+            self._check_session(node, session)
             rename()
             self._pushed.add(node)
             self._changed.notify_all()
@@ -195,9 +194,10 @@ class Rounds:
         with self._changed:
             return sorted(set(self._members) - self._pushed)
 
-    def has_pushed(self, node: int) -> bool:
+    def has_pushed(self, node: int, round_: int) -> bool:
+        """Whether `round_` is open, or being closed, and has this node's push."""
         with self._changed:
-            return node in self._pushed
+            return round_ == self._round and node in self._pushed
 
     @property
     def round(self) -> int:
@@ -224,6 +224,10 @@ class Rounds:
             raise self._failure
         if self._stopping:
             raise Stopped
+
+    def _check_session(self, node: int, session: str) -> None:
+        if self._members[node].session not in (None, session):
+            raise HubRefusedError(f"another process has joined as node {node}; this one no longer takes part")
 
     def _awaited(self) -> list[int]:
         """Nodes that the round waits for: those that take part, and until the join deadline those yet to come."""

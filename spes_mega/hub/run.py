@@ -1,12 +1,13 @@
 """A run as the hub sees it: the global state, the open round, and how one leads to the next."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
+from spes_mega.hub.faults import StaleRoundError
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import expected_back
@@ -84,7 +85,13 @@ class Run:
         members = self._store.read_members()
         if not self.finished:
             members = expected_back(members)
-        return Rounds(self.recipe.spes, round_, pushed, members=members, remember=self._store.write_members)
+        return Rounds(
+            self.recipe.spes,
+            round_,
+            pushed,
+            members=members,
+            remember=self._store.write_members,
+        )
 
     def _stage(self, round_: int) -> Staging:
         return Staging(self._store.pushes_dir(round_), self.pushed_shapes, FP32)
@@ -94,19 +101,42 @@ class Run:
         return {name: self.shapes[name] for name in pushed_names(self.shapes, self.ownership, node, expert_of)}
 
     def receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
-        """Take one push into the open round; returns whether it was there already."""
+        """Take one push into the open round; returns whether it was there already.
+
+        Raises:
+            StaleRoundError: the round was closed without this node.
+            PayloadError, HubRefusedError, StoreError: see `Staging.receive`.
+        """
+        try:
+            repeated = self._receive(node, opening, chunks)
+        except StaleRoundError:
+            if not self._counted(node, opening.round):
+                raise
+            repeated = True  # the node did not get the answer to its first attempt
+        if not repeated:
+            self.ledger.pushed(node, opening.round)
+        return repeated
+
+    def _counted(self, node: int, round_: int) -> bool:
+        """Whether a closed round, or the one that is being closed, has a push of this node.
+
+        Then it is the push of the process that now has the node's number, and that sends one payload a round: an older
+        process's is not taken once a newer one has joined, and one that joins after the push is told of it.
+        """
+        return self.rounds.has_pushed(node, round_) or self.ledger.includes(node, round_)
+
+    def _receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
+        session = opening.caller.session
         self.rounds.check_open(opening.round)
 
         def progress(count: int) -> None:
             self.ledger.count_up(node, count)
             self.rounds.check_open(opening.round)
 
-        repeated = self.staging.receive(
-            node, opening, chunks, progress, lambda rename: self.rounds.commit_push(node, opening.round, rename)
-        )
-        if not repeated:
-            self.ledger.pushed(node, opening.round)
-        return repeated
+        def commit(rename: Callable[[], object]) -> None:
+            self.rounds.commit_push(node, session, opening.round, rename)
+
+        return self.staging.receive(node, opening, chunks, progress, commit)
 
     def send(self, node: int, have_round: int | None) -> Iterator[pb.PullReply]:
         """The newest state for a node, without what it alone owns if it already has just that."""

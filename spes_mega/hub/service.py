@@ -47,11 +47,11 @@ class HubService(HubServicer):
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         node = self._identify(request.caller)
-        self._run.rounds.join(node, request.caller.session)
+        rounds = self._run.rounds
+        rounds.join(node, request.caller.session)
+        round_ = rounds.round
         return pb.JoinReply(
-            round=self._run.rounds.round,
-            num_rounds=self._run.recipe.num_rounds,
-            pushed=self._run.rounds.has_pushed(node),
+            round=round_, num_rounds=self._run.recipe.num_rounds, pushed=rounds.has_pushed(node, round_)
         )
 
     @_answering

@@ -226,8 +226,7 @@ def test_pushes_in_the_same_instant_make_one_round_each(start_hub, connect, tmp_
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(push_at_once, node) for node in range(8)]:
-            with contextlib.suppress(StaleRoundError):  # the doubled push came after the close
-                future.result()
+            future.result()  # the doubled pushes are repetitions, be it after the close
     assert clients[0].wait_round(1) == 1
     pushes = {node: fabricate(recipe, node, 0) for node in range(4)}
     assert_same(pull(clients[0])[1], next_state(recipe, initial, pushes))
@@ -552,6 +551,56 @@ def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_
         with pytest.raises(StaleRoundError, match="round 0 is closed"):
             late.result()
     until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
+    zero.close()
+    one.close()
+
+
+def test_a_push_whose_answer_was_lost_is_accepted_again_after_the_close(start_hub, monkeypatch):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    zero.join()
+    one.join()
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    with monkeypatch.context() as patch:
+        upload, attempts = HubClient._upload, []
+
+        def lose_first_answer(self, opening, spool):
+            upload(self, opening, spool)
+            attempts.append(opening.round)
+            if len(attempts) == 1:
+                assert self.wait_round(1) == 1
+                raise PayloadError("the answer was lost")
+
+        patch.setattr(HubClient, "_upload", lose_first_answer)
+        push(one, recipe, 0, fabricate(recipe, 1, 0))
+        assert attempts == [0, 0]
+    hub.stop()
+    again = start_hub(recipe)  # and it is remembered
+    one = moved(one, again)
+    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    status = one.status()
+    assert status["rejected"] == []
+    assert status["rounds"][-1]["nodes"] == [0, 1]
+    assert status["waiting_for"] == [0, 1]
+    zero.close()
+    one.close()
+
+
+def test_a_repeated_push_that_is_overtaken_by_the_close_is_accepted(start_hub):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
+    zero.join()
+    one.join()
+    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    go_on = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        repeated = pool.submit(one._channel.call, "Push", stalled_push(one, recipe, 1, go_on), 20)
+        push(zero, recipe, 0, fabricate(recipe, 0, 0))
+        assert zero.wait_round(1) == 1
+        go_on.set()
+        assert repeated.result().repeated
     zero.close()
     one.close()
 

@@ -33,7 +33,7 @@ def join(rounds, *nodes):
 
 def push(rounds, *nodes, round_=0):
     for node in nodes:
-        rounds.commit_push(node, round_, lambda: None)
+        rounds.commit_push(node, rounds._members[node].session, round_, lambda: None)
 
 
 def closes(rounds):
@@ -140,7 +140,7 @@ def test_closed_and_future_rounds_take_no_push(clock):
     push(rounds, 0, 1, 2, round_=4)
     assert closes(rounds)
     with pytest.raises(StaleRoundError, match="round 4 is closed: wait for round 5"):
-        rounds.commit_push(0, 4, lambda: pytest.fail("renamed although the round was being closed"))
+        rounds.commit_push(0, "s0", 4, lambda: pytest.fail("renamed although the round was being closed"))
 
 
 def test_a_newer_process_of_a_node_replaces_the_older(clock):
@@ -149,8 +149,9 @@ def test_a_newer_process_of_a_node_replaces_the_older(clock):
     rounds.heard(0, "old")
     rounds.join(0, "new")
     rounds.heard(0, "new")
-    with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
-        rounds.heard(0, "old")
+    for call in (lambda: rounds.heard(0, "old"), lambda: rounds.commit_push(0, "old", 0, pytest.fail)):
+        with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
+            call()
     rounds.leave(0, "old")
     assert rounds.presence()[0] is Presence.JOINED
 
