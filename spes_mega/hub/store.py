@@ -181,6 +181,9 @@ class Store:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise StoreError(f"{path}: not a state directory of format {FORMAT}")
         if found.get("digest") != mine["digest"]:
+            if self.newest() is None:  # the first start failed, say at an --init of another shape
+                _write_durably(path, json.dumps(mine, indent=1))
+                return
             raise StoreError(
                 f"{self.root}: holds the rounds of another recipe ({found.get('name')}, digest "
                 f"{str(found.get('digest'))[:12]}; this one is {mine['name']}, {self._recipe.digest()[:12]}): "

@@ -345,6 +345,8 @@ def test_it_starts_from_a_checkpoint_of_the_right_shape_only(start_hub, connect,
     other = make_recipe({"num_experts": 8, "vocab_size": 65}, num_nodes=1)
     with pytest.raises(CheckpointError, match=r"num_experts: 8 expected, 4 found.*vocab_size: 65 expected, 64 found"):
         start_hub(other, tmp_path / "other", init=tmp_path / "init")
+    corrected = start_hub(recipe, tmp_path / "other", init=tmp_path / "init")  # the failed start took no directory
+    assert connect(corrected, 0).status()["digest"] == recipe.digest()
 
 
 def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsys):
