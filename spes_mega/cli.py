@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": ("spes_mega.tools.demo.command:command", "Run the whole job on this machine in a few minutes."),
     "tokenize": ("spes_mega.tools.tokenize:command", "Turn text files into an indexed dataset."),
     "upcycle": ("upcycle.command:command", "Turn a dense checkpoint into a Mixture-of-Experts."),
+    "recipe": ("spes_mega.tools.recipe:command", "Explain every field of a recipe, with its value or default."),
     "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),
     "launch": ("spes_mega.node.launch:command", "Train as one node of a run, under the deepspeed launcher."),
     "status": ("spes_mega.tools.status:command", "Show what a running hub is doing."),

@@ -9,6 +9,7 @@ import numpy as np
 
 from spes_mega.errors import DataError
 from spes_mega.layout.token_stream import Tokens, TokenStream
+from spes_mega.node.checks import training_data
 from spes_mega.node.permutation import Permutation
 from spes_mega.recipe import Recipe
 
@@ -18,9 +19,7 @@ class NodeData:
 
     def __init__(self, recipe: Recipe, node: int, rank: int = 0, ranks: int = 1) -> None:
         """Raises DataError: no dataset is named, it cannot be read, or it has no window for this node."""
-        if recipe.data.train is None:
-            raise DataError("the recipe names no training data: set data.train to the prefix of an indexed dataset")
-        self.stream = TokenStream(recipe.data.train)
+        self.stream = TokenStream(training_data(recipe))
         train, shared = recipe.train, recipe.data.sharding == "shared"
         self.seq_len, self.vocab_size, self.seed = train.seq_len, recipe.model.vocab_size, train.seed
         self.micro_batch_size, self.grad_accumulation = train.micro_batch_size, train.grad_accumulation

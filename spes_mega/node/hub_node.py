@@ -118,6 +118,10 @@ class HubNode:
     def finish(self, weights: NodeWeights) -> None:
         """Nothing: the hub has the weights."""
 
+    @property
+    def result(self) -> str:
+        return "the hub has the model, in the snapshots of its state directory"
+
     def leave(self) -> None:
         """Say goodbye, so that nobody waits for this node; a hub that does not answer is left alone soon."""
         if self._here:

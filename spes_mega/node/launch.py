@@ -12,7 +12,9 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]
 
+from spes_mega.node.checks import check_node, training_data
 from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.recipe import load_recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -88,6 +90,9 @@ def _environment() -> dict[str, str]:
 def command(ranks: int | None, port: int | None, **options: Any) -> None:
     """Train as one node of the run that RECIPE describes."""
     node = NodeOptions.of(options)
+    recipe = load_recipe(node.recipe, node.overrides)  # the ranks check again; this one answers at once
+    check_node(recipe, node.node, node.hub)
+    training_data(recipe)
     launched = Launched(launcher_arguments(node, ranks, port or free_port()))
     for signum in STOP_SIGNALS:
         signal.signal(signum, launched.stop)

@@ -18,6 +18,10 @@ class LoneNode:
     def __init__(self, recipe: Recipe, ranks: Ranks, out: Path, init: Path | None) -> None:
         self._recipe, self._ranks, self._out, self._init = recipe, ranks, out, init
 
+    @property
+    def result(self) -> str:
+        return f"the model is {self._out / 'final'}"
+
     def start(self, weights: NodeWeights) -> int:
         """Raises CheckpointError: OUT holds a result already, or `init` is not the recipe's model."""
         self._ranks.first(self._check_out)

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from spes_mega.errors import RecipeError, SpesError
+from spes_mega.errors import SpesError
+from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.stop import Stopped, StopRequest
 from spes_mega.recipe import Recipe, load_recipe
@@ -31,16 +32,6 @@ def train(options: NodeOptions) -> None:
         spes = recipe.spes
         ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 2 * spes.rpc_deadline_s)
         _Node(recipe, options, ranks, stop).run()
-
-
-def check_node(recipe: Recipe, node: int, hub: str | None) -> None:
-    """Raises RecipeError: there is no such node in the recipe, or the recipe needs a hub."""
-    if not 0 <= node < recipe.spes.num_nodes:
-        raise RecipeError(f"--node {node}: the recipe has nodes 0..{recipe.spes.num_nodes - 1} (spes.num_nodes)")
-    if hub is None and recipe.spes.num_nodes > 1:
-        raise RecipeError(f"spes.num_nodes is {recipe.spes.num_nodes}: give --hub, or --set spes.num_nodes=1")
-    if hub is None and recipe.model.is_moe and recipe.spes.merge_steps:
-        raise RecipeError("experts are merged by the hub: give --hub, or --set spes.merge_steps=0")
 
 
 def _prepare_process() -> None:
@@ -139,6 +130,7 @@ class _Node:
         self.ranks.first(open_metrics)
         with self.report or nullcontext(), metrics or nullcontext():
             NodeRun(self.recipe, trainer, weights, source, self.report, metrics).run(round_)
+            self.say("finished; " + source.result)
 
 
 def _describe(gpt: Any, owned: tuple[int, ...], recipe: Recipe, ranks: Any) -> str:

@@ -88,10 +88,10 @@ class ConsoleReport:
         self.console = console or Console()
         self._progress = Progress(
             TextColumn("node {task.fields[node]}"),
-            BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=12),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.description}"),  # last: a narrow terminal cuts it, and not what comes before
             console=self.console,
             disable=not self.console.is_terminal,
         )

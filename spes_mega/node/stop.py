@@ -10,7 +10,7 @@ class Stopped(Exception):
     """The node was asked to stop."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__("stopped on request")
         self.signum = signum
 
     @property

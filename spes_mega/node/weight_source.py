@@ -18,6 +18,10 @@ class Traffic:
 class WeightSource(Protocol):
     """What the training loop needs of the world outside the node."""
 
+    @property
+    def result(self) -> str:
+        """Where the trained model is, for the node's last line."""
+
     def start(self, weights: NodeWeights) -> int:
         """Fill the weights; returns the round that they belong to."""
 

@@ -8,8 +8,9 @@ import pytest
 
 from spes_mega.errors import RecipeError, SpesError
 from spes_mega.node import main as main_module
+from spes_mega.node.checks import check_node
 from spes_mega.node.launch import free_port, launcher_arguments
-from spes_mega.node.main import _ranges, check_node
+from spes_mega.node.main import _ranges
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.recipe import Recipe, _apply_override
 

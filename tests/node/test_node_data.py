@@ -126,7 +126,7 @@ def test_too_little_data_for_a_node_is_an_error(tmp_path):
 def test_a_dataset_that_is_missing_damaged_or_unnamed(tmp_path, prefix):
     with pytest.raises(DataError, match=r"none\.idx: no such file"):
         TokenStream(tmp_path / "none")
-    with pytest.raises(DataError, match="names no training data"):
+    with pytest.raises(DataError, match="no training data: give --data PREFIX"):
         NodeData(recipe_for(None), 0)
     with (tmp_path / "data.bin").open("ab") as stream:
         stream.write(b"xx")

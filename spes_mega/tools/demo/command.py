@@ -62,6 +62,7 @@ def prepare(out: Path) -> Demo:
     if out.exists() and any(out.iterdir()):
         if not (out / MARKER).exists():
             raise SpesError(f"{out} is not empty and was not made by the demo: choose another --out")
+        click.echo(f"== replacing what an earlier demo left in {out}")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).touch()
@@ -144,8 +145,8 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
         "params_total": counts.total,
         "params_active": counts.active,
         "params_trainable_per_node": [counts.trainable(len(ownership.owned(k))) for k in range(moe.spes.num_nodes)],
-        "bytes_up_per_node_round": sum(r["bytes_up"] for r in synced) / len(synced),
-        "bytes_down_per_node_round": sum(r["bytes_down"] for r in synced) / len(synced),
+        "bytes_up_per_node_round": round(sum(r["bytes_up"] for r in synced) / len(synced)),
+        "bytes_down_per_node_round": round(sum(r["bytes_down"] for r in synced) / len(synced)),
         "snapshot": str(snapshot),
         "seconds": round(seconds, 1),
         "round_steps": [r["step"] for r in rounds],
@@ -155,7 +156,11 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
 
 @click.command(name="demo")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True, help="a new folder"
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="a new folder, or that of an earlier demo",
 )
 def command(out: Path) -> None:
     """Run the whole job on this machine in a few minutes.
@@ -183,6 +188,12 @@ def command(out: Path) -> None:
     finish(demo, summary)
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def finish(demo: Demo, summary: dict[str, Any]) -> None:
     """Write the picture and `summary.json`, print both places, and check that the run did what it promises."""
     picture = demo.out / "loss.png"
@@ -190,10 +201,11 @@ def finish(demo: Demo, summary: dict[str, Any]) -> None:
     levels = {"upcycled, held out": summary["upcycled_val_loss"], "final, held out": summary["final_val_loss"]}
     plot_losses(nodes, summary["round_steps"], summary["merge_steps"], levels, picture)
     (demo.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    click.echo(f"== a sample\n{summary['sample']}\n== summary ({demo.out / 'summary.json'}, {picture})")
+    click.echo(f"== a sample (of so small a model, form is all that can be expected)\n{summary['sample']}")
+    click.echo(f"== summary ({demo.out / 'summary.json'}, {picture})")
     for key, value in summary.items():
         if key != "sample":
-            click.echo(f"{key:>28}: {value:,}" if isinstance(value, int) else f"{key:>28}: {value}")
+            click.echo(f"{key:>28}: {_shown(value)}")
     if summary["final_val_loss"] >= summary["upcycled_val_loss"]:
         raise VerificationError("training together did not lower the held-out loss of the upcycled model")
     gap = abs(summary["transformers_val_loss"] - summary["final_val_loss"])

@@ -45,7 +45,8 @@ class Command:
                 log.write(line)
                 log.flush()
                 self.lines.append(line.rstrip())
-                self._show(f"{self.label:>9} | {line.rstrip()}")
+                text = line.rstrip().removeprefix(f"{self.label}: ")
+                self._show(f"{self.label:>9} | {text}")
 
     @property
     def code(self) -> int | None:
