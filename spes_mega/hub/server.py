@@ -94,8 +94,7 @@ class HubServer:
             self._console.say("finished", text, round=rounds.round)
         while not self._run.finished:
             self._run.close_round()
-        # Only then those that take part, because a straggler that is heard of becomes one of them.
-        rounds.wait_while({Presence.JOINED, *stragglers}, LINGER_S)
+        rounds.wait_while(stragglers, LINGER_S)  # one that is heard of becomes one of those that take part
         if staying := rounds.wait_while({Presence.JOINED}, spes.rpc_deadline_s):
             text = f"nodes {staying} did not take their leave within {spes.rpc_deadline_s:g} s"
             self._console.say("staying", text, nodes=staying)
