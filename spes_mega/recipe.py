@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,8 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_mega.errors import RecipeError
 
 LOCAL: dict[str, Any] = {"local": True}
-Family = Literal["qwen3", "qwen3_moe", "llama", "mixtral"]
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+DenseFamily = Literal["qwen3", "qwen2", "llama", "mistral", "olmo2"]
+MoEFamily = Literal["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "flex_olmo"]
+MOE_FAMILIES = get_args(MoEFamily)
+MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
+"""MoE families in which single layers may be dense."""
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -34,7 +37,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Shape of a decoder-only language model, dense or Mixture-of-Experts."""
 
-    family: Family = Field(description="Hugging Face model_type that the checkpoint has at rest")
+    family: DenseFamily | MoEFamily = Field(description="Hugging Face model_type that the checkpoint has at rest")
     num_layers: Positive
     hidden_size: Positive
     num_heads: Positive
@@ -44,12 +47,18 @@ class ModelSection(Section):
     num_experts: int = Field(default=0, ge=0, description="experts a layer; 0: a dense model")
     top_k: int = Field(default=0, ge=0, description="experts a token is sent to")
     expert_hidden_size: Positive | None = Field(default=None, description="FFN width of one expert")
+    shared_expert_hidden_size: Positive | None = Field(
+        default=None, description="FFN width of the expert that sees every token (qwen2_moe)"
+    )
     norm_topk_prob: bool = Field(default=True, description="renormalize the top-k router weights to sum to 1")
     dense_layers: tuple[int, ...] = Field(default=(), description="layers of an MoE model that stay dense")
     vocab_size: Positive
     max_seq_len: Positive = Field(default=4096, description="positions the model is declared for")
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: dict[str, Any] | None = Field(default=None, description="a RoPE variant, as config.json has it")
+    sliding_window: Positive | None = Field(
+        default=None, description="positions that a query sees, its own among them (mistral, mixtral); default: all"
+    )
     norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = False
     init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn weights")
@@ -71,6 +80,10 @@ class ModelSection(Section):
             self._check_experts()
         elif self.ffn_hidden_size is None or self.top_k or self.dense_layers:
             raise ValueError("a dense model needs ffn_hidden_size, and has neither top_k nor dense_layers")
+        if (self.shared_expert_hidden_size is not None) != (self.family == "qwen2_moe"):
+            raise ValueError("shared_expert_hidden_size: qwen2_moe needs it, and no other family has it")
+        if self.sliding_window is not None and self.family not in ("mistral", "mixtral"):
+            raise ValueError(f"sliding_window: {self.family} has none (mistral and mixtral have)")
         return self
 
     def _check_experts(self) -> None:
@@ -82,8 +95,10 @@ class ModelSection(Section):
             raise ValueError("dense_layers need ffn_hidden_size")
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers {self.dense_layers} must lie in 0..{self.num_layers - 1}")
-        if self.family == "mixtral" and (self.dense_layers or not self.norm_topk_prob):
-            raise ValueError("mixtral has an MoE in every layer and always renormalizes (norm_topk_prob: true)")
+        if self.dense_layers and self.family not in MIXED_FAMILIES:
+            raise ValueError(f"dense_layers: {self.family} has experts in every layer")
+        if self.family == "mixtral" and not self.norm_topk_prob:
+            raise ValueError("mixtral always renormalizes (norm_topk_prob: true)")
 
 
 class SpesSection(Section):

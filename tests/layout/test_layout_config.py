@@ -41,7 +41,7 @@ def test_what_transformers_assumes_for_keys_left_out():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported .supported: qwen3, qwen3_moe, llama, mixtral"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported .supported: qwen3, qwen2, llama, mistral, olmo2, qwen3_moe"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "the key 'hidden_size' is missing"),
         ({"vocab_size": 0}, "vocab_size"),
