@@ -14,9 +14,11 @@ from spes_mega.layout import (
     Checkpoint,
     CheckpointWriter,
     dense_name,
+    expected_tensors,
     expert_name,
     router_name,
 )
+from spes_mega.layout.optional_parts import optional_part
 from spes_mega.layout.safetensors_format import byte_count
 from spes_mega.recipe import Recipe, TrainSection, UpcycleSection
 from upcycle.methods import METHODS
@@ -56,6 +58,9 @@ def upcycle(source: Checkpoint, out: Path, plan: Plan, advance: Callable[[int], 
                 steps.carry_over(name)
         for layer in range(plan.model.num_layers):
             steps.make_router(layer)
+        for name in expected_tensors(plan.model):
+            if optional_part(name) is not None and name not in source.names:
+                steps.leave_unused(name)
         writer.write_text("upcycle.json", _provenance(source, plan))
         writer.write_text("recipe.yaml", starting_recipe(plan))
 
@@ -79,6 +84,9 @@ class _Steps:
         for expert in range(self._settings.num_experts):
             name = expert_name(layer, expert, matrix)
             self._write(name, METHODS[self._settings.method](tensor, name, self._settings))
+
+    def leave_unused(self, name: str) -> None:
+        self._write(name, torch.zeros(self._writer.shape(name)))
 
     def make_router(self, layer: int) -> None:
         name = router_name(layer)

@@ -8,6 +8,7 @@ import torch
 from spes_mega.errors import CheckpointError
 from spes_mega.layout import EXPERT_MATRICES, MOE_OF, Checkpoint, dense_name, expected_tensors, expert_of
 from spes_mega.layout.counts import count_parameters
+from spes_mega.layout.optional_parts import check_holds, optional_part, shared_expert_width
 from spes_mega.layout.safetensors_format import byte_count
 from spes_mega.recipe import ModelSection, UpcycleSection
 
@@ -60,19 +61,20 @@ def make_plan(checkpoint: Checkpoint, settings: UpcycleSection) -> Plan:
     source = checkpoint.model
     if source.is_moe:
         raise CheckpointError(f"{checkpoint.source}: is a Mixture-of-Experts already ({source.family})")
-    if source.family not in MOE_OF:
-        raise CheckpointError(f"{checkpoint.source}: no MoE family can hold a {source.family} model")
+    to = settings.to or MOE_OF[source.family]
+    check_holds(source, to)
     model = ModelSection.model_validate(
         source.model_dump(exclude={"ffn_hidden_size"})
         | {
-            "family": MOE_OF[source.family],
+            "family": to,
+            "shared_expert_hidden_size": shared_expert_width(source, to),
             "num_experts": settings.num_experts,
             "top_k": settings.top_k,
             "expert_hidden_size": source.ffn_hidden_size,
             "norm_topk_prob": True,
         }
     )
-    origins = {name: origin_of(name) for name in expected_tensors(model)}
+    origins = {name: name if name in checkpoint.names else origin_of(name) for name in expected_tensors(model)}
     wanted = _DTYPES.get(settings.dtype)
     dtypes = {name: wanted or checkpoint.dtype(origin) for name, origin in origins.items()}
     exact = all(dtypes[name] in (checkpoint.dtype(origin), torch.float32) for name, origin in origins.items())
@@ -80,10 +82,12 @@ def make_plan(checkpoint: Checkpoint, settings: UpcycleSection) -> Plan:
 
 
 def origin_of(name: str) -> str:
-    """The dense tensor that a tensor of the result is made from, or (the router) takes its dtype from."""
+    """The dense tensor that a tensor of the result is made from, or (router, unused parts) takes its dtype from."""
     key = expert_of(name)
     if key is not None:
         return dense_name(key.layer, key.matrix)
-    if name.endswith(".mlp.gate.weight"):
-        return name.replace(".gate.", f".{EXPERT_MATRICES[0]}.")
+    if name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight")):
+        return f"{name.partition('.mlp.')[0]}.mlp.{EXPERT_MATRICES[0]}.weight"
+    if optional_part(name) is not None:
+        return name.replace(".shared_expert.", ".").replace(".bias", ".weight")
     return name

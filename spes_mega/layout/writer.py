@@ -108,6 +108,9 @@ class CheckpointWriter:
         """What `name` is stored as."""
         return self._dtypes[name]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
     def __enter__(self) -> Self:
         self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"
         try:
