@@ -187,7 +187,7 @@ class DataSection(Section):
 
 
 def _layers_text(value: Any) -> Any:
-    """`moe_layers` as it may stand in YAML, where a single number is no text. Raises ValueError on what it can't mean."""
+    """`moe_layers` as YAML may have it (a single number is no text there). Raises ValueError on what it can't mean."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(text, str) and not re.fullmatch(r"all|odd|even|\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ValueError(f"{text!r}: expected all, odd, even, or numbers and ranges such as 1-27 or 3,5,7")
@@ -199,9 +199,9 @@ class UpcycleSection(Section):
 
     method: Literal["copy", "noise", "drop", "split", "partition", "mix"] = Field(
         default="noise",
-        description="how experts are made from a dense layer's feed-forward network (FFN). copy: each expert is the FFN; "
-        "noise: copies plus random noise; drop: copies, each with a part of its units drawn anew; split: copies, each "
-        "cut into several smaller experts; partition: the FFN's units are divided among the experts, so the model "
+        description="how experts are made from a dense layer's feed-forward network (FFN). copy: each expert is the "
+        "FFN; noise: copies plus random noise; drop: copies, each with a part of its units drawn anew; split: copies, "
+        "each cut into several smaller experts; partition: the FFN's units are divided among the experts, so the model "
         "does not grow; mix: each expert is the FFN of one of several checkpoints",
     )
     num_experts: Positive = Field(
