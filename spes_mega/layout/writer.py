@@ -94,6 +94,7 @@ class CheckpointWriter:
         self._shards = self._split(max_shard_bytes)
         self._texts: dict[str, str] = {}
         self._fds: list[int] = []
+        self._header_bytes: list[int] = []
         self._places: dict[str, _Place] = {}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._shapes}
         self._lock = threading.Lock()
@@ -155,6 +156,10 @@ class CheckpointWriter:
         with self._lock:
             self._filled[name] = _merged(self._filled[name], (start, stop))
 
+    def set_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Other metadata for the headers, of the same length as JSON (such as a digest instead of a placeholder)."""
+        self._metadata = {"format": "pt", **metadata}
+
     def write_text(self, file: str, text: str) -> None:
         """Add a text file that appears together with the checkpoint."""
         self._texts[file] = text
@@ -189,21 +194,32 @@ class CheckpointWriter:
         if free < self.total_bytes:
             raise CheckpointError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
 
+    def _header(self, names: list[str]) -> bytes:
+        return pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
+
     def _open_shard(self, file: str, names: list[str]) -> None:
-        header = pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
+        header = self._header(names)
         fd = os.open(self._partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._fds.append(fd)
         offset = len(header)
+        self._header_bytes.append(offset)
         for name in names:
             self._places[name] = _Place(fd, offset, self._dtypes[name], self._shapes[name])
             offset += self._bytes(name)
         os.truncate(fd, offset)
-        os.pwrite(fd, header, 0)
+
+    def _write_headers(self) -> None:
+        for fd, length, names in zip(self._fds, self._header_bytes, self._shards.values(), strict=True):
+            header = self._header(names)
+            if len(header) != length:
+                raise ValueError(f"the metadata changed the header's length from {length} to {len(header)} bytes")
+            os.pwrite(fd, header, 0)
 
     def _commit(self) -> None:
         for name, filled in self._filled.items():
             if filled != [(0, self._shapes[name][0])]:
                 raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
+        self._write_headers()
         self._write_companions()
         if self._fsync:
             for fd in self._fds:
