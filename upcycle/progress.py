@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 Advance = Callable[[int], None]
 
@@ -20,10 +28,23 @@ def byte_progress(what: str, total: int) -> Iterator[Advance]:
             task = bar.add_task(what, total=total)
             yield lambda count: bar.advance(task, count)
     else:
-        yield _plain_lines(what, total)
+        yield _plain_lines(what, total, "bytes")
 
 
-def _plain_lines(what: str, total: int) -> Advance:
+@contextmanager
+def layer_progress(what: str, layers: int) -> Iterator[Advance]:
+    """Gives a function to call with the number of layers that were just done."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=layers)
+            yield lambda count: bar.advance(task, count)
+    else:
+        yield _plain_lines(what, layers, "layers")
+
+
+def _plain_lines(what: str, total: int, unit: str) -> Advance:
     done, tenths = 0, 0
 
     def advance(count: int) -> None:
@@ -31,6 +52,6 @@ def _plain_lines(what: str, total: int) -> Advance:
         done += count
         if done * 10 // max(total, 1) > tenths:
             tenths = done * 10 // max(total, 1)
-            print(f"{what}: {tenths * 10} % of {total:,} bytes", file=sys.stderr, flush=True)
+            print(f"{what}: {tenths * 10} % of {total:,} {unit}", file=sys.stderr, flush=True)
 
     return advance

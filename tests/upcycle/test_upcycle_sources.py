@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_upcycle_parity import run
+from making import run
 
 from spes_mega.errors import CheckpointError, SpesError
 

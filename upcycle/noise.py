@@ -1,30 +1,17 @@
-"""How one expert's matrix is made from the dense one. F, H: FFN width and hidden size; down_proj is [H, F].
-
-A method sees one matrix at a time and draws what is random from a generator keyed by (seed, canonical name), so
-the result depends neither on order nor on how files are cut.
-"""
-
-from collections.abc import Callable
+"""The draws of the noise method: a pure function of (dense matrix, canonical name, settings)."""
 
 import torch
 
 from spes_mega.layout import generator
 from spes_mega.recipe import UpcycleSection
 
-Method = Callable[[torch.Tensor, str, UpcycleSection], torch.Tensor]
-
 # Entries drawn at a time: bounds memory. Part of the result: another number gives other draws.
 _CHUNK = 1 << 22
 _LEVELS = 1 << 16
 
 
-def copy(dense: torch.Tensor, name: str, settings: UpcycleSection) -> torch.Tensor:
-    """The dense matrix itself: sparse upcycling (Komatsuzaki et al., arXiv 2212.05055)."""
-    return dense
-
-
-def noise(dense: torch.Tensor, name: str, settings: UpcycleSection) -> torch.Tensor:
-    """A copy plus N(0, noise_std) on each entry with probability noise_fraction (SPES's 9B setup, arXiv 2602.11543).
+def add_noise(dense: torch.Tensor, name: str, settings: UpcycleSection) -> torch.Tensor:
+    """A copy plus N(0, noise_std) on each entry with probability noise_fraction.
 
     Args:
         dense: the dense matrix, any float dtype.
@@ -39,14 +26,6 @@ def noise(dense: torch.Tensor, name: str, settings: UpcycleSection) -> torch.Ten
         drawn = torch.randn(part.numel(), generator=rng).mul_(settings.noise_std)
         part.add_(drawn.mul_(_chosen(part.numel(), settings.noise_fraction, rng)))
     return out
-
-
-METHODS: dict[str, Method] = {"copy": copy, "noise": noise}
-
-
-def is_exact(settings: UpcycleSection) -> bool:
-    """Whether the result computes what its source does: all experts of a layer are equal to the dense FFN."""
-    return settings.method == "copy" or settings.noise_std == 0 or settings.noise_fraction == 0
 
 
 def _chosen(count: int, fraction: float, rng: torch.Generator) -> torch.Tensor:
