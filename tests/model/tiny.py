@@ -88,8 +88,7 @@ def _config(model: ModelSection) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta},
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "intermediate_size": model.ffn_hidden_size
-        or (8 if model.family.startswith("qwen") else model.expert_hidden_size),
+        "intermediate_size": width,
         "sliding_window": model.sliding_window,
         "pad_token_id": None,
     }
