@@ -2,10 +2,8 @@
 
 import json
 import re
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import click
 from spes_mega.errors import RecipeError
 from spes_mega.layout import differences
 from spes_mega.options import merge_options, recipe_options
+from spes_mega.progress import byte_progress, layer_progress, sigterm_interrupts
 from spes_mega.recipe import UpcycleSection, load_recipe
 from upcycle.calibration import Calibration, calibrate
 from upcycle.pipeline import upcycle
 from upcycle.plan import Plan, make_plan
-from upcycle.progress import byte_progress, layer_progress
 from upcycle.sources import Sources, open_sources
 from upcycle.verify import Verification, verify
 
@@ -109,7 +107,7 @@ def _default_out(src: Path) -> Path:
 def _make(sources: Sources, out: Path, plan: Plan, calibration: Path | None) -> float:
     """Returns the seconds that it took."""
     started = time.monotonic()
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         calibrated = _calibrated(sources, plan, calibration) if calibration else None
         with byte_progress("upcycle", plan.bytes_out) as advance:
             upcycle(sources, out, plan, calibrated, advance)
@@ -124,20 +122,6 @@ def _calibrated(sources: Sources, plan: Plan, prefix: Path) -> Calibration:
 def _verified(sources: Sources, out: Path, plan: Plan) -> Verification:
     with layer_progress("verify", plan.model.num_layers) as advance:
         return verify(sources, out, plan, advance)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does, so that the temporary directory is removed."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _lines(report: dict[str, Any], plan: Plan, found: Verification | None) -> Iterator[str]:

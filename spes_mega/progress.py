@@ -1,5 +1,6 @@
 """Progress of long work on stderr: a bar on a terminal, elsewhere one plain line for each tenth."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,3 +56,17 @@ def _plain_lines(what: str, total: int, unit: str) -> Advance:
             print(f"{what}: {tenths * 10} % of {total:,} {unit}", file=sys.stderr, flush=True)
 
     return advance
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that the temporary directory is removed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
