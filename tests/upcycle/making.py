@@ -1,5 +1,7 @@
 """Upcycling as the command does it, without the command line."""
 
+import torch
+
 from spes_mega.recipe import UpcycleSection
 from upcycle.calibration import calibrate
 from upcycle.pipeline import upcycle
@@ -20,3 +22,10 @@ def verified(src, out, plan, config=None):
     """Verify `out` against `src`."""
     with open_sources(src if isinstance(src, list) else [src], config) as sources:
         return verify(sources, out, plan)
+
+
+def randomized(model):
+    """A transformers model with every weight away from its default, so that swapped or lost tensors show."""
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1)
+    return model

@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from making import run
+from safetensors.torch import load_file, save_file
 
 from spes_mega.errors import CheckpointError, SpesError
 
