@@ -6,9 +6,13 @@ given one for the sake of its family trains as if it had none.
 """
 
 import re
+from collections.abc import Callable
+
+import torch
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.names import expected_tensors, shared_expert_name
 from spes_mega.recipe import ModelSection
 
 UNUSED_SHARED_EXPERT_WIDTH = 16
@@ -25,9 +29,31 @@ def optional_part(name: str) -> str | None:
     return match.lastgroup if match else None
 
 
-def zeros_silence(name: str) -> bool:
-    """Whether the part does nothing as soon as this tensor of it is all zeros (of a shared expert: any matrix)."""
-    return optional_part(name) is not None and not name.endswith("shared_expert_gate.weight")
+def unused_parts(model: ModelSection, read: Callable[[str], torch.Tensor]) -> frozenset[str]:
+    """The optional parts of `model` that do nothing: biases that are all zeros, shared experts with a zero matrix.
+
+    Any zero matrix will do, for a shared expert's output is down(silu(gate) * up).
+
+    Args:
+        read: gives the tensor of a canonical name; called for optional parts alone.
+    """
+    family = FAMILIES[model.family]
+    unused = set()
+    if family.qkv_bias:
+        biases = (name for name in expected_tensors(model) if optional_part(name) == "qkv_bias")
+        if all(_is_zero(read(name)) for name in biases):
+            unused.add("qkv_bias")
+    if family.has_shared_expert:
+        layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
+        if all(
+            any(_is_zero(read(shared_expert_name(n, m))) for m in ("down_proj", "gate_proj", "up_proj")) for n in layers
+        ):
+            unused.add("shared_expert")
+    return frozenset(unused)
+
+
+def _is_zero(tensor: torch.Tensor) -> bool:
+    return not tensor.any()
 
 
 def shared_expert_width(model: ModelSection, to: str) -> int | None:
