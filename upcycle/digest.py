@@ -1,5 +1,7 @@
 """A fingerprint of a checkpoint's weights that does not depend on how its files are cut."""
 
+from __future__ import annotations
+
 import hashlib
 
 import torch
@@ -10,26 +12,28 @@ from spes_mega.layout import bytes_of
 class TensorDigest:
     """SHA-256 over one line for each tensor, in canonical order: name, dtype, shape, SHA-256 of its bytes.
 
-    Tensors may come in any order, and each in parts, first rows first.
+    Tensors may come in any order, and each in parts, first rows first. Only tensors that have begun and not ended take
+    more than their digest's memory.
     """
 
     def __init__(self) -> None:
-        self._heads: dict[str, str] = {}
-        self._hashes: dict[str, hashlib._Hash] = {}
+        self._lines: dict[str, str] = {}
+        self._begun: dict[str, tuple[int, hashlib._Hash]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], rows: torch.Tensor) -> None:
         """The next rows of a tensor of this whole shape."""
-        if name not in self._hashes:
-            self._heads[name] = f"{name} {str(rows.dtype).removeprefix('torch.')} {list(shape)}"
-            self._hashes[name] = hashlib.sha256()
-        self._hashes[name].update(bytes_of(rows.contiguous()))
+        done, running = self._begun.pop(name, (0, hashlib.sha256()))
+        running.update(bytes_of(rows.contiguous()))
+        done += rows.shape[0]
+        if done < shape[0]:
+            self._begun[name] = done, running
+        else:
+            dtype = str(rows.dtype).removeprefix("torch.")
+            self._lines[name] = f"{name} {dtype} {list(shape)} {running.hexdigest()}\n"
 
     def hexdigest(self, names: tuple[str, ...]) -> str:
         """Of the tensors `names`, which are all of the checkpoint, in canonical order."""
-        total = hashlib.sha256()
-        for name in names:
-            total.update(f"{self._heads[name]} {self._hashes[name].hexdigest()}\n".encode())
-        return total.hexdigest()
+        return hashlib.sha256("".join(self._lines[name] for name in names).encode()).hexdigest()
 
 
 PLACEHOLDER = "0" * hashlib.sha256().digest_size * 2
