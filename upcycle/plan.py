@@ -112,10 +112,11 @@ def _result(source: ModelSection, to: str, settings: UpcycleSection) -> ModelSec
     method, layers = METHODS[settings.method], moe_layers(settings.moe_layers, source.num_layers)
     dense_layers = tuple(layer for layer in range(source.num_layers) if layer not in layers)
     if dense_layers and not FAMILIES[to].can_mix_dense:
-        able = " or ".join(name for name, family in FAMILIES.items() if family.can_mix_dense)
+        able = [name for name, family in FAMILIES.items() if family.can_mix_dense]
+        able = [name for name in able if not FAMILIES[name].refuses(source, FAMILIES[source.family])]
         raise CheckpointError(
             f"moe_layers {settings.moe_layers}: {to} has experts in every layer, its config.json cannot say that some "
-            f"are dense ({able} can)"
+            f"are dense; use moe_layers all{', or to ' + ' or '.join(able) if able else ''}"
         )
     assert source.ffn_hidden_size is not None, "a dense model has that width"
     return ModelSection.model_validate(

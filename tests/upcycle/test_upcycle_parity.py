@@ -128,6 +128,14 @@ def test_layers_that_stay_dense(make_dense, logits_of, tmp_path, layers, dense):
             assert torch.equal(moe.read(name), source.read(name))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_another_family_may_leave_layers_dense(make_dense, logits_of, tmp_path, family):
+    src = make_dense(family, num_attention_heads=4, num_hidden_layers=4)
+    plan = run(src, tmp_path / "moe", method="copy", moe_layers="odd", to="qwen2_moe")
+    assert plan.model.dense_layers == (0, 2)
+    assert float((logits_of(tmp_path / "moe") - logits_of(src)).abs().max()) <= TOLERANCE
+
+
 def test_noise_of_zero_is_a_copy(make_dense, logits_of, tmp_path):
     src = make_dense()
     for k, settings in enumerate([{"noise_std": 0.0}, {"noise_fraction": 0.0}]):
