@@ -1,6 +1,10 @@
-"""Upcycle a checkpoint tensor by tensor: memory holds one dense matrix and what is made from it."""
+"""Upcycle a checkpoint tensor by tensor: memory holds a few dense matrices and what is made from them.
 
-from collections.abc import Callable
+Each source tensor is one job of a worker, which reads, checks and hashes it once and writes all that becomes of it.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +20,7 @@ from upcycle.plan import Plan
 from upcycle.provenance import metadata, provenance, starting_recipe
 from upcycle.router import router
 from upcycle.sources import Sources
+from upcycle.workers import Workers
 
 Advance = Callable[[int], None]
 
@@ -44,17 +49,18 @@ def upcycle(
         copy_from=sources.folder,
         metadata=metadata(plan, [PLACEHOLDER] * len(sources.all)),
     ) as writer:
-        steps = _Steps(sources, writer, plan, calibration, advance)
-        experts = {dense_name(layer, matrix) for layer in plan.moe_layers for matrix in EXPERT_MATRICES}
-        for name in sources.names:
-            if name not in experts:
-                steps.carry_over(name)
-        for layer in plan.moe_layers:
-            steps.make_experts(layer)
-            steps.make_router(layer)
-        for name in expected_tensors(plan.model):
-            if optional_part(name) is not None and name not in sources.names:
-                steps.leave_unused(name)
+        with Workers(advance) as workers:
+            steps = _Steps(sources, writer, plan, calibration, workers)
+            experts = {dense_name(layer, matrix) for layer in plan.moe_layers for matrix in EXPERT_MATRICES}
+            for name in sources.names:
+                if name not in experts:
+                    steps.carry_over(name)
+            for layer in plan.moe_layers:
+                steps.make_experts(layer)
+                steps.make_router(layer)
+            for name in expected_tensors(plan.model):
+                if optional_part(name) is not None and name not in sources.names:
+                    steps.leave_unused(name)
         digests = sources.digests()
         writer.set_metadata(metadata(plan, digests))
         writer.write_text("upcycle.json", provenance(sources, plan, digests, calibration))
@@ -62,7 +68,7 @@ def upcycle(
 
 
 class _Steps:
-    """The things that are done to tensors."""
+    """The things that are done to tensors. Each hands jobs to the workers, which read what they need themselves."""
 
     def __init__(
         self,
@@ -70,30 +76,32 @@ class _Steps:
         writer: CheckpointWriter,
         plan: Plan,
         calibration: Calibration | None,
-        advance: Advance,
+        workers: Workers,
     ) -> None:
         self._sources = sources
         self._writer = writer
         self._plan = plan
         self._calibration = calibration
-        self._advance = advance
+        self._workers = workers
 
     def carry_over(self, name: str) -> None:
-        for start, rows in self._sources.pieces(name, digest=True):
-            self._write(name, start, rows)
+        self._workers.submit(lambda: self._write(name, self._sources.pieces(name, digest=True)))
 
     def make_experts(self, layer: int) -> None:
         shared = self._plan.method.prepare(layer, self._sources.read, self._plan.settings)
         for matrix in EXPERT_MATRICES:
             for source in range(len(self._sources.all)):
-                self._make_matrix(layer, matrix, source, shared)
+                self._workers.submit(partial(self._make_matrices, layer, matrix, source, shared))
 
-    def _make_matrix(self, layer: int, matrix: str, source: int, shared: Shared) -> None:
+    def _make_matrices(self, layer: int, matrix: str, source: int, shared: Shared) -> int:
+        """One matrix of all experts that come from one source's matrix, which is read once."""
         dense = self._sources.read_one(source, dense_name(layer, matrix), digest=True)
-        count = self._plan.experts_per_source
+        count, written = self._plan.experts_per_source, 0
         for expert in range(source * count, (source + 1) * count):
             key = ExpertKey(layer, expert, matrix)
-            self._write(expert_name(*key), 0, self._plan.method.make(dense, key, self._plan.settings, shared))
+            rows = self._plan.method.make_rows(dense, key, self._plan.settings, shared)
+            written += self._write(expert_name(*key), rows)
+        return written
 
     def make_router(self, layer: int) -> None:
         name = router_name(layer)
@@ -105,11 +113,15 @@ class _Steps:
             lambda: self._sources.read(dense_name(layer, "down_proj")),
             self._calibration.routers[layer] if self._calibration else None,
         )
-        self._write(name, 0, rows)
+        self._workers.submit(lambda: self._write(name, [(0, rows)]))
 
     def leave_unused(self, name: str) -> None:
-        self._write(name, 0, torch.zeros(self._writer.shape(name)))
+        self._workers.submit(lambda: self._write(name, [(0, torch.zeros(self._writer.shape(name)))]))
 
-    def _write(self, name: str, start: int, rows: torch.Tensor) -> None:
-        self._writer.write_rows(name, start, rows)
-        self._advance(byte_count(self._writer.dtype(name), tuple(rows.shape)))
+    def _write(self, name: str, parts: Iterable[tuple[int, torch.Tensor]]) -> int:
+        """Returns the number of bytes written."""
+        written = 0
+        for start, rows in parts:
+            self._writer.write_rows(name, start, rows)
+            written += byte_count(self._writer.dtype(name), tuple(rows.shape))
+        return written

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,6 +23,7 @@ from spes_mega.layout.tensor_bytes import write_tensor
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
+_CAST_AT_ONCE = 1 << 18
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -149,10 +150,13 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{name}: rows {start}..{stop} of shape {list(tensor.shape)} do not fit into {list(place.shape)}"
             )
-        stored = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous()
-        if place.dtype == torch.float16 and tensor.dtype != torch.float16 and not _is_finite(stored):
-            raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
-        write_tensor(place.fd, place.offset + byte_count(place.dtype, (start, *place.shape[1:])), stored, name)
+        offset = place.offset + byte_count(place.dtype, (start, *place.shape[1:]))
+        for part in _pieces(tensor.detach(), place.dtype):
+            stored = part.to(device="cpu", dtype=place.dtype).contiguous()
+            if place.dtype == torch.float16 and part.dtype != torch.float16 and not _is_finite(stored):
+                raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
+            write_tensor(place.fd, offset, stored, name)
+            offset += stored.nbytes
         with self._lock:
             self._filled[name] = _merged(self._filled[name], (start, stop))
 
@@ -260,6 +264,14 @@ def _json(value: Any) -> str:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Some rows at a time where rows must be cast or moved, so that copies are small and stay in the cache."""
+    if tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu":
+        return [tensor]
+    values_in_row = max(1, tensor[:1].numel())
+    return tensor.split(max(1, _CAST_AT_ONCE // values_in_row))
 
 
 def _merged(intervals: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ router weights are renormalized). F is the width of the dense FFN, H the hidden 
 [F, H], down_proj is [H, F], and unit j of the FFN is row j of the first two with column j of the third.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -65,3 +65,9 @@ class Method:
     def make(self, dense: torch.Tensor, key: ExpertKey, settings: UpcycleSection, shared: Shared) -> torch.Tensor:
         """One matrix of one expert, from the dense matrix of the same kind. Never changes `dense`."""
         raise NotImplementedError
+
+    def make_rows(
+        self, dense: torch.Tensor, key: ExpertKey, settings: UpcycleSection, shared: Shared
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """What `make` gives, as (first row, some rows), each valid until the next. Runs in several threads."""
+        yield 0, self.make(dense, key, settings, shared)

@@ -1,11 +1,13 @@
 """Copies with noise: the setup of SPES's 9B model (arXiv 2602.11543)."""
 
+from collections.abc import Iterator
+
 import torch
 
 from spes_mega.layout import ExpertKey, expert_name
 from spes_mega.recipe import UpcycleSection
 from upcycle.methods.method import Method, Shared
-from upcycle.noise import add_noise
+from upcycle.noise import add_noise, noisy_rows
 
 
 class Noise(Method):
@@ -21,3 +23,8 @@ class Noise(Method):
 
     def make(self, dense: torch.Tensor, key: ExpertKey, settings: UpcycleSection, shared: Shared) -> torch.Tensor:
         return add_noise(dense, expert_name(*key), settings)
+
+    def make_rows(
+        self, dense: torch.Tensor, key: ExpertKey, settings: UpcycleSection, shared: Shared
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        return noisy_rows(dense, expert_name(*key), settings)
