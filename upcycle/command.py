@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spes_mega.errors import RecipeError
-from spes_mega.layout import differences
+from spes_mega.layout import CheckpointWriter, differences
 from spes_mega.options import merge_options, recipe_options
 from spes_mega.progress import byte_progress, layer_progress, sigterm_interrupts
 from spes_mega.recipe import UpcycleSection, load_recipe

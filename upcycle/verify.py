@@ -42,7 +42,7 @@ class LayerDifference:
 
     Attributes:
         kind: "experts", or "dense" for a layer that stays as it is.
-        output: between the layers' outputs, on the same hidden states.
+        output: between the layers' outputs, on the same hidden states; of several sources, the first one's.
         experts: between the experts alone (with split and partition: of the parts that belong together) and the FFN
             that they were made from; None in a dense layer.
         worst_expert: where that is largest.

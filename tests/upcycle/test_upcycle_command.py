@@ -149,6 +149,8 @@ def test_settings_that_make_no_sense(make_dense, tmp_path):
     call(src, "--out", tmp_path / "moe")
     with pytest.raises(CheckpointError, match="exists already"):
         call(src, "--out", tmp_path / "moe")
+    with pytest.raises(CheckpointError, match="exists already"):  # before it looks for the text
+        call(src, "--out", tmp_path / "moe", "--router-init", "kmeans", "--calibration", tmp_path / "none")
 
 
 def test_help_names_every_setting():
