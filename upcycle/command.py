@@ -107,6 +107,7 @@ def _default_out(src: Path) -> Path:
 def _make(sources: Sources, out: Path, plan: Plan, calibration: Path | None) -> float:
     """Returns the seconds that it took."""
     started = time.monotonic()
+    CheckpointWriter(out, plan.model, plan.dtypes.__getitem__)  # says at once whether `out` is taken or has no room
     with sigterm_interrupts():
         calibrated = _calibrated(sources, plan, calibration) if calibration else None
         with byte_progress("upcycle", plan.bytes_out) as advance:
