@@ -47,6 +47,6 @@ class StoreError(SpesError):
 
 
 class VerificationError(SpesError):
-    """A result that should equal its source does not."""
+    """A result that should equal its source does not: 1, as from cmp and diff."""
 
-    exit_code = 9
+    exit_code = 1

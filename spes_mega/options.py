@@ -33,7 +33,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
     if kind is bool:
         flag += f"/--no-{name.replace('_', '-')}"
     description = (field.description or "").strip()
-    default = "" if field.is_required() else f"[default: {field.default}]"
+    default = "" if field.is_required() or field.default is None else f"[default: {field.default}]"
     text = " ".join(part for part in (description, default) if part)
     return click.option(flag, name, type=None if kind is bool else kind, default=None, help=text)
 

@@ -9,18 +9,22 @@ hub and nodes must agree.
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from spes_mega.errors import RecipeError
 
 LOCAL: dict[str, Any] = {"local": True}
-Family = Literal["qwen3", "qwen3_moe", "llama", "mixtral"]
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+DenseFamily = Literal["qwen3", "qwen2", "llama", "mistral", "olmo2"]
+MoEFamily = Literal["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "flex_olmo"]
+MOE_FAMILIES = get_args(MoEFamily)
+MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
+"""MoE families in which single layers may be dense."""
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -35,7 +39,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Shape of a decoder-only language model, dense or Mixture-of-Experts."""
 
-    family: Family = Field(description="Hugging Face model_type that the checkpoint has at rest")
+    family: DenseFamily | MoEFamily = Field(description="Hugging Face model_type that the checkpoint has at rest")
     num_layers: Positive
     hidden_size: Positive
     num_heads: Positive
@@ -45,12 +49,18 @@ class ModelSection(Section):
     num_experts: int = Field(default=0, ge=0, description="experts a layer; 0: a dense model")
     top_k: int = Field(default=0, ge=0, description="experts a token is sent to")
     expert_hidden_size: Positive | None = Field(default=None, description="FFN width of one expert")
+    shared_expert_hidden_size: Positive | None = Field(
+        default=None, description="FFN width of the expert that sees every token (qwen2_moe)"
+    )
     norm_topk_prob: bool = Field(default=True, description="renormalize the top-k router weights to sum to 1")
     dense_layers: tuple[int, ...] = Field(default=(), description="layers of an MoE model that stay dense")
     vocab_size: Positive
     max_seq_len: Positive = Field(default=4096, description="positions the model is declared for")
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: dict[str, Any] | None = Field(default=None, description="a RoPE variant, as config.json has it")
+    sliding_window: Positive | None = Field(
+        default=None, description="positions that a query sees, its own among them (mistral, mixtral); default: all"
+    )
     norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = False
     init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn weights")
@@ -72,6 +82,12 @@ class ModelSection(Section):
             self._check_experts()
         elif self.ffn_hidden_size is None or self.top_k or self.dense_layers:
             raise ValueError("a dense model needs ffn_hidden_size, and has neither top_k nor dense_layers")
+        if (self.shared_expert_hidden_size is not None) != (self.family == "qwen2_moe"):
+            raise ValueError("shared_expert_hidden_size: qwen2_moe needs it, and no other family has it")
+        if self.sliding_window is not None and self.family not in ("mistral", "mixtral"):
+            raise ValueError(f"sliding_window: {self.family} has none (mistral and mixtral have)")
+        if self.family == "olmoe" and self.num_heads * self.head_dim != self.hidden_size:
+            raise ValueError(f"olmoe needs num_heads * head_dim to be hidden_size {self.hidden_size}")
         return self
 
     def _check_experts(self) -> None:
@@ -83,8 +99,10 @@ class ModelSection(Section):
             raise ValueError("dense_layers need ffn_hidden_size")
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers {self.dense_layers} must lie in 0..{self.num_layers - 1}")
-        if self.family == "mixtral" and (self.dense_layers or not self.norm_topk_prob):
-            raise ValueError("mixtral has an MoE in every layer and always renormalizes (norm_topk_prob: true)")
+        if self.dense_layers and self.family not in MIXED_FAMILIES:
+            raise ValueError(f"dense_layers: {self.family} has experts in every layer")
+        if self.family == "mixtral" and not self.norm_topk_prob:
+            raise ValueError("mixtral always renormalizes (norm_topk_prob: true)")
 
 
 class SpesSection(Section):
@@ -169,33 +187,72 @@ class DataSection(Section):
     )
 
 
+def _layers_text(value: Any) -> Any:
+    """`moe_layers` as YAML may have it (a single number is no text there). Raises ValueError on what it can't mean."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str) and not re.fullmatch(r"all|odd|even|\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ValueError(f"{text!r}: expected all, odd, even, or numbers and ranges such as 1-27 or 3,5,7")
+    return text
+
+
 class UpcycleSection(Section):
     """How a dense checkpoint becomes a Mixture-of-Experts. The defaults are the 9B setup of SPES."""
 
-    num_experts: Positive = Field(default=8, description="experts a layer")
-    top_k: Positive = Field(default=2, description="experts a token is sent to")
-    method: Literal["copy", "noise"] = Field(
-        default="noise", description="copy: equal experts; noise: copies plus noise"
+    method: Literal["copy", "noise", "drop", "split", "partition", "mix"] = Field(
+        default="noise",
+        description="how experts are made from a dense layer's feed-forward network (FFN). copy: each expert is the "
+        "FFN; noise: copies plus random noise; drop: copies, each with a part of its units drawn anew; split: copies, "
+        "each cut into several smaller experts; partition: the FFN's units are divided among the experts, so the model "
+        "does not grow; mix: each expert is the FFN of one of several checkpoints",
     )
-    noise_std: float = Field(default=0.02, ge=0, description="std of the noise")
-    noise_fraction: Share = Field(default=0.5, description="fraction of each expert's entries that get noise")
-    router_init: Literal["zeros", "normal", "mlp_std"] = Field(
+    num_experts: Positive = Field(
+        default=8, description="experts a layer; with split: copies of the FFN, of `granularity` experts each"
+    )
+    top_k: Positive = Field(
+        default=2, description="experts that a token is sent to; with split: copies, all experts of which it is sent to"
+    )
+    moe_layers: Annotated[str, BeforeValidator(_layers_text)] = Field(
+        default="all",
+        description="layers that get experts, counted from 0: all, odd, even, or numbers and ranges such as 1-27 or "
+        "3,5,7; the others stay as they are",
+    )
+    noise_std: float = Field(default=0.02, ge=0, description="noise: its standard deviation")
+    noise_fraction: Share = Field(default=0.5, description="noise: fraction of each expert's entries that get it")
+    drop_ratio: Share = Field(default=0.5, description="drop: fraction of each expert's units that are drawn anew")
+    granularity: Positive = Field(default=4, description="split: experts that one copy of the FFN is cut into")
+    partition_by: Literal["random", "kmeans"] = Field(
+        default="random",
+        description="partition: units are dealt at random, or units that react to similar inputs lie together",
+    )
+    router_init: Literal["zeros", "normal", "mlp_std", "kmeans"] = Field(
         default="zeros",
-        description="zeros; normal: N(0, 0.02); mlp_std: normal with the std of the layer's down projection",
+        description="the router's first weights. zeros: all experts tie, and all tokens go to the same ones until "
+        "training moves the router; normal: N(0, 0.02); mlp_std: normal with the std of the layer's down projection; "
+        "kmeans: centers of what the layer's FFN receives on a text (needs --calibration)",
     )
-    seed: int = Field(default=1234, ge=0, description="of noise and router")
+    calibration_tokens: Positive = Field(default=4096, description="kmeans router: tokens read from the text")
+    to: MoEFamily | None = Field(default=None, description="family of the result; default: the source's own")
+    seed: int = Field(default=1234, ge=0, description="of all that is random")
     dtype: Literal["source", "fp32", "bf16", "fp16"] = Field(
         default="source", description="of the result; source: unchanged"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.num_experts < 2:
+        split = self.method == "split"
+        if split and self.granularity < 2:
+            raise ValueError("granularity must be at least 2: with 1, split is copy")
+        if self.num_experts < 2 and not split:
             raise ValueError("num_experts must be at least 2")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
-        if self.top_k == 1:
+        if self.top_k == 1 and not split:
             raise ValueError("top_k 1 renormalized is always 1, so the router would get no gradient: use at least 2")
+        if split and self.router_init == "zeros" and self.top_k < self.num_experts:
+            raise ValueError(
+                "router_init zeros does not go with split: all experts would tie, and a token would get parts of "
+                "different copies instead of whole ones; use router_init normal, mlp_std or kmeans"
+            )
         return self
 
 

@@ -13,8 +13,8 @@ ALLOWED = {
     "model": GROUND | {"layout"},
     "hub": GROUND | {"layout", "outer", "options"},
     "node": GROUND | {"layout", "outer", "model", "hub.client", "options"},
-    "tools": GROUND | {"layout", "outer", "model", "hub.client", "options"},
-    "upcycle": GROUND | {"layout", "options"},
+    "tools": GROUND | {"layout", "outer", "model", "hub.client", "options", "progress"},
+    "upcycle": GROUND | {"layout", "options", "progress"},
 }
 
 

@@ -1,120 +1,127 @@
-"""Upcycle a checkpoint tensor by tensor: memory holds one dense matrix and what is made from it."""
+"""Upcycle a checkpoint tensor by tensor: memory holds a few dense matrices and what is made from them.
 
-import json
-from collections.abc import Callable
+Each source tensor is one job of a worker, which reads, checks and hashes it once and writes all that becomes of it.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 
-from spes_mega import __version__
-from spes_mega.errors import CheckpointError
-from spes_mega.layout import (
-    EXPERT_MATRICES,
-    Checkpoint,
-    CheckpointWriter,
-    dense_name,
-    expert_name,
-    router_name,
-)
+from spes_mega.layout import EXPERT_MATRICES, CheckpointWriter, ExpertKey, dense_name, expected_tensors, router_name
+from spes_mega.layout.names import expert_name
+from spes_mega.layout.optional_parts import optional_part
 from spes_mega.layout.safetensors_format import byte_count
-from spes_mega.recipe import Recipe, TrainSection, UpcycleSection
-from upcycle.methods import METHODS
+from upcycle.calibration import Calibration
+from upcycle.digest import PLACEHOLDER
+from upcycle.methods import Shared
 from upcycle.plan import Plan
+from upcycle.provenance import metadata, provenance, starting_recipe
 from upcycle.router import router
+from upcycle.sources import Sources
+from upcycle.workers import Workers
 
-_RECIPE_HEADER = """\
-# A starting recipe for this model: add data, the number of nodes and training settings, then
-#   spes-mega hub recipe.yaml --init THIS_FOLDER --state STATE --listen HOST:PORT
-"""
+Advance = Callable[[int], None]
 
 
-def upcycle(source: Checkpoint, out: Path, plan: Plan, advance: Callable[[int], None] = lambda count: None) -> None:
+def upcycle(
+    sources: Sources,
+    out: Path,
+    plan: Plan,
+    calibration: Calibration | None = None,
+    advance: Advance = lambda count: None,
+) -> None:
     """Write the Mixture-of-Experts that `plan` describes as the new directory `out`.
 
     Args:
+        calibration: for router_init kmeans, what `calibrate` found.
         advance: called with the number of bytes just written.
 
     Raises:
-        CheckpointError: the source can't be read or isn't finite, or `out` can't be written. Nothing is left then.
+        CheckpointError: a source can't be read or isn't finite, or `out` can't be written. Nothing is left then.
     """
-    folder = source.source if source.source.is_dir() else source.source.parent
     with CheckpointWriter(
         out,
         plan.model,
         lambda name: plan.dtypes[name],
-        base_config=source.config,
-        copy_from=folder,
-        metadata={"spes_mega_version": __version__, "upcycle": json.dumps(plan.settings.model_dump())},
+        base_config=sources.config,
+        copy_from=sources.folder,
+        metadata=metadata(plan, [PLACEHOLDER] * len(sources.all)),
     ) as writer:
-        steps = _Steps(source, writer, plan.settings, advance)
-        dense = {dense_name(layer, m): (layer, m) for layer in range(plan.source.num_layers) for m in EXPERT_MATRICES}
-        for name in source.names:
-            if name in dense:
-                steps.make_experts(name, *dense[name])
-            else:
-                steps.carry_over(name)
-        for layer in range(plan.model.num_layers):
-            steps.make_router(layer)
-        writer.write_text("upcycle.json", _provenance(source, plan))
+        with Workers(advance) as workers:
+            steps = _Steps(sources, writer, plan, calibration, workers)
+            experts = {dense_name(layer, matrix) for layer in plan.moe_layers for matrix in EXPERT_MATRICES}
+            for name in sources.names:
+                if name not in experts:
+                    steps.carry_over(name)
+            for layer in plan.moe_layers:
+                steps.make_experts(layer)
+                steps.make_router(layer)
+            for name in expected_tensors(plan.model):
+                if optional_part(name) is not None and name not in sources.names:
+                    steps.leave_unused(name)
+        digests = sources.digests()
+        writer.set_metadata(metadata(plan, digests))
+        writer.write_text("upcycle.json", provenance(sources, plan, digests, calibration))
         writer.write_text("recipe.yaml", starting_recipe(plan))
 
 
 class _Steps:
-    """The three things that are done to tensors."""
+    """The things that are done to tensors. Each hands jobs to the workers, which read what they need themselves."""
 
     def __init__(
-        self, source: Checkpoint, writer: CheckpointWriter, settings: UpcycleSection, advance: Callable[[int], None]
+        self,
+        sources: Sources,
+        writer: CheckpointWriter,
+        plan: Plan,
+        calibration: Calibration | None,
+        workers: Workers,
     ) -> None:
-        self._source = source
+        self._sources = sources
         self._writer = writer
-        self._settings = settings
-        self._advance = advance
+        self._plan = plan
+        self._calibration = calibration
+        self._workers = workers
 
     def carry_over(self, name: str) -> None:
-        self._write(name, self._read(name))
+        self._workers.submit(lambda: self._write(name, self._sources.pieces(name, digest=True)))
 
-    def make_experts(self, dense: str, layer: int, matrix: str) -> None:
-        tensor = self._read(dense)
-        for expert in range(self._settings.num_experts):
-            name = expert_name(layer, expert, matrix)
-            self._write(name, METHODS[self._settings.method](tensor, name, self._settings))
+    def make_experts(self, layer: int) -> None:
+        shared = self._plan.method.prepare(layer, self._sources.read, self._plan.settings)
+        for matrix in EXPERT_MATRICES:
+            for source in range(len(self._sources.all)):
+                self._workers.submit(partial(self._make_matrices, layer, matrix, source, shared))
+
+    def _make_matrices(self, layer: int, matrix: str, source: int, shared: Shared) -> int:
+        """One matrix of all experts that come from one source's matrix, which is read once."""
+        dense = self._sources.read_one(source, dense_name(layer, matrix), digest=True)
+        count, written = self._plan.experts_per_source, 0
+        for expert in range(source * count, (source + 1) * count):
+            key = ExpertKey(layer, expert, matrix)
+            rows = self._plan.method.make_rows(dense, key, self._plan.settings, shared)
+            written += self._write(expert_name(*key), rows)
+        return written
 
     def make_router(self, layer: int) -> None:
         name = router_name(layer)
-        shape = (self._settings.num_experts, self._source.model.hidden_size)
-        tensor = router(self._settings, name, shape, lambda: self._source.read(dense_name(layer, "down_proj")))
-        self._write(name, tensor)
+        rows = router(
+            self._plan.settings,
+            name,
+            self._writer.shape(name),
+            self._plan.method.router_repeats(self._plan.settings),
+            lambda: self._sources.read(dense_name(layer, "down_proj")),
+            self._calibration.routers[layer] if self._calibration else None,
+        )
+        self._workers.submit(lambda: self._write(name, [(0, rows)]))
 
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self._source.read(name)
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{self._source.source}: {name}: has NaN or infinite values; the source is damaged")
-        return tensor
+    def leave_unused(self, name: str) -> None:
+        self._workers.submit(lambda: self._write(name, [(0, torch.zeros(self._writer.shape(name)))]))
 
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
-        self._writer.write(name, tensor)
-        self._advance(byte_count(self._writer.dtype(name), tuple(tensor.shape)))
-
-
-def _provenance(source: Checkpoint, plan: Plan) -> str:
-    facts = {
-        "tool": "spes-mega upcycle",
-        "version": __version__,
-        "source": {"path": str(source.source), "model": plan.source.model_dump(mode="json", exclude_defaults=True)},
-        "settings": plan.settings.model_dump(),
-        "result": plan.summary(),
-    }
-    return json.dumps(facts, indent=2) + "\n"
-
-
-def starting_recipe(plan: Plan) -> str:
-    """The text of a recipe for the result: its model, how it was made, and defaults for all the rest."""
-    raw = {
-        "model": plan.model.model_dump(mode="json", exclude_defaults=True),
-        "upcycle": plan.settings.model_dump(mode="json"),
-    }
-    if plan.model.max_seq_len < TrainSection().seq_len:
-        raw["train"] = {"seq_len": plan.model.max_seq_len}
-    Recipe.model_validate(raw)
-    return _RECIPE_HEADER + yaml.safe_dump(raw, sort_keys=False)
+    def _write(self, name: str, parts: Iterable[tuple[int, torch.Tensor]]) -> int:
+        """Returns the number of bytes written."""
+        written = 0
+        for start, rows in parts:
+            self._writer.write_rows(name, start, rows)
+            written += byte_count(self._writer.dtype(name), tuple(rows.shape))
+        return written

@@ -1,7 +1,8 @@
 """A checkpoint at rest: canonical names, families, config.json, and sharded safetensors read and written in parts."""
 
 from spes_mega.layout.config import differences, make_config, parse_config
-from spes_mega.layout.families import FAMILIES, MOE_OF, Family, family_of
+from spes_mega.layout.families import FAMILIES, MOE_OF, family_of
+from spes_mega.layout.family import Family
 from spes_mega.layout.initialize import generator, initial_tensor
 from spes_mega.layout.names import (
     EMBEDDING,
@@ -14,6 +15,8 @@ from spes_mega.layout.names import (
     expert_name,
     expert_of,
     router_name,
+    shared_expert_gate_name,
+    shared_expert_name,
 )
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
 from spes_mega.layout.safetensors_format import Header, TensorSpec, header_length, pack_header, parse_header
@@ -50,5 +53,7 @@ __all__ = [
     "parse_header",
     "read_tensor",
     "router_name",
+    "shared_expert_gate_name",
+    "shared_expert_name",
     "write_tensor",
 ]

@@ -10,7 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.families import FAMILIES, REQUIRED, Family, family_of
+from spes_mega.layout.families import FAMILIES, REQUIRED, ROPE_VARIANTS, family_of
+from spes_mega.layout.family import Family
 from spes_mega.recipe import ModelSection, explain
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -41,6 +42,7 @@ def parse_config(raw: dict[str, Any]) -> ModelSection:
         "rope_scaling": scaling,
         "tie_embeddings": raw.get("tie_word_embeddings", False),
         "init_std": raw.get("initializer_range", 0.02),
+        "sliding_window": _sliding_window(family, raw),
     }
     fields |= _moe_fields(family, raw, fields["num_layers"])
     try:
@@ -139,6 +141,11 @@ def _rope(family: Family, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | 
     return float(theta), variants[0] if variants else None
 
 
+def _sliding_window(family: Family, raw: dict[str, Any]) -> Any:
+    """null means none, which is not what a key that is left out means. Other families ignore the key."""
+    return raw.get("sliding_window", family.defaults["sliding_window"]) if family.sliding_window else None
+
+
 def _rope_variant(rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", kind) or "default"
@@ -148,6 +155,9 @@ def _rope_variant(rope: dict[str, Any]) -> dict[str, Any] | None:
         if rope:
             raise CheckpointError(f"config.json: the default RoPE has no {', '.join(sorted(rope))}")
         return None
+    if kind not in ROPE_VARIANTS:
+        known = ", ".join(("default", *ROPE_VARIANTS))
+        raise CheckpointError(f"config.json: RoPE variant {kind!r} is not supported (supported: {known})")
     return {"rope_type": kind, **rope}
 
 
@@ -156,7 +166,7 @@ def _moe_fields(family: Family, raw: dict[str, Any], num_layers: int) -> dict[st
         assert family.ffn_key is not None, "a dense family has dense layers"
         return {"ffn_hidden_size": _value(family, raw, family.ffn_key)}
     fields = {ours: _value(family, raw, *theirs) for ours, theirs in family.expert_keys.items()}
-    fields["norm_topk_prob"] = _value(family, raw, "norm_topk_prob")
+    fields["norm_topk_prob"] = family.always_renormalizes or _value(family, raw, "norm_topk_prob")
     if family.can_mix_dense and isinstance(num_layers, int):
         step = raw.get("decoder_sparse_step") or 1
         listed = raw.get("mlp_only_layers") or ()
@@ -174,12 +184,12 @@ def _family_keys(family: Family, model: ModelSection) -> dict[str, Any]:
         keys[family.ffn_key] = model.ffn_hidden_size or model.expert_hidden_size
     for ours, theirs in family.expert_keys.items():
         keys[theirs[0]] = getattr(model, ours)
+    if family.is_moe and not family.always_renormalizes:
+        keys["norm_topk_prob"] = model.norm_topk_prob
+    if family.sliding_window:
+        keys["sliding_window"] = model.sliding_window
     if family.can_mix_dense:
-        keys |= {
-            "norm_topk_prob": model.norm_topk_prob,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(model.dense_layers),
-        }
+        keys |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
     return keys
 
 

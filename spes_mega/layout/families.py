@@ -1,112 +1,125 @@
-"""Families: how one Hugging Face model_type names its tensors and writes its config.json.
-
-A family is data; `config.py` reads and writes configurations from it. Facts come from each model's public
-configuration class in transformers (4 and 5).
-"""
+"""The families that are known. Facts come from each model's public configuration class in transformers (4 and 5)."""
 
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout.family import Family
 
 REQUIRED = object()
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model_type.
-
-    Attributes:
-        qk_norm: "head" for an RMSNorm over each head's query and key.
-        ffn_key: config.json's key for the width of a dense FFN; None where no layer can be dense.
-        expert_keys: for an MoE family, ModelSection field -> config.json keys, the one we write first.
-        defaults: what transformers assumes when config.json leaves a key out; any other key must be there.
-        fixed: key -> the value it must have (or leave out), since our model has no such part.
-        renames: (canonical, on disk) parts of tensor names.
-    """
-
-    name: str
-    architecture: str
-    ffn_key: str | None = "intermediate_size"
-    qk_norm: Literal["none", "head"] = "none"
-    qkv_bias: bool = False
-    expert_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    can_mix_dense: bool = False
-    defaults: dict[str, Any] = field(default_factory=dict)
-    fixed: dict[str, Any] = field(default_factory=dict)
-    renames: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def is_moe(self) -> bool:
-        return bool(self.expert_keys)
-
-    def to_disk(self, name: str) -> str:
-        """Name on disk of a canonical name."""
-        for ours, theirs in self.renames:
-            name = name.replace(ours, theirs)
-        return name
-
 
 # Buffers that old checkpoints carry although they follow from config.json alone.
 DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|.*\.self_attn\.rotary_emb\.inv_freq")
 
+ROPE_VARIANTS = ("linear", "dynamic", "yarn", "longrope", "llama3")
+"""Those that transformers computes from config.json alone, in the same way for every family here."""
+
+# head_dim None: hidden_size / num_attention_heads, as transformers computes it where the key is left out.
+_DEFAULTS = {"head_dim": None, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _SILU = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-_QWEN3_FIXED = _SILU | {"attention_bias": False, "use_sliding_window": False}
-_QWEN3_DEFAULTS = {"head_dim": 128, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+_LLAMA_FIXED = _SILU | {"attention_bias": False, "mlp_bias": False}
+_QWEN2_FIXED = _SILU | {"use_sliding_window": False}
+_QWEN3_FIXED = _QWEN2_FIXED | {"attention_bias": False}
+_QWEN3_DEFAULTS = _DEFAULTS | {"head_dim": 128}
+_OLMO_FIXED = _SILU | {"attention_bias": False}
+_OLMO_DEFAULTS = _DEFAULTS | {"num_key_value_heads": None, "rms_norm_eps": 1e-5}
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            name="qwen3",
-            architecture="Qwen3ForCausalLM",
-            qk_norm="head",
-            defaults=_QWEN3_DEFAULTS,
-            fixed=_QWEN3_FIXED,
-        ),
-        Family(
-            name="qwen3_moe",
-            architecture="Qwen3MoeForCausalLM",
-            qk_norm="head",
-            expert_keys={
-                "num_experts": ("num_experts", "num_local_experts"),
-                "top_k": ("num_experts_per_tok",),
-                "expert_hidden_size": ("moe_intermediate_size",),
-            },
-            can_mix_dense=True,
-            # transformers computes head_dim from the hidden size here, unlike in qwen3
-            defaults=_QWEN3_DEFAULTS | {"head_dim": None, "norm_topk_prob": False},
-            fixed=_QWEN3_FIXED,
-        ),
-        Family(
-            name="llama",
-            architecture="LlamaForCausalLM",
-            defaults={"head_dim": None, "num_key_value_heads": None, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6},
-            fixed=_SILU | {"attention_bias": False, "mlp_bias": False},
-        ),
-        Family(
-            name="mixtral",
-            architecture="MixtralForCausalLM",
-            ffn_key=None,
-            expert_keys={
-                "num_experts": ("num_local_experts",),
-                "top_k": ("num_experts_per_tok",),
-                "expert_hidden_size": ("intermediate_size",),
-            },
-            defaults={"head_dim": None, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "norm_topk_prob": True},
-            fixed=_SILU | {"sliding_window": None},
-            renames=(
-                (".mlp.", ".block_sparse_moe."),
-                (".gate_proj.", ".w1."),
-                (".up_proj.", ".w3."),
-                (".down_proj.", ".w2."),
-            ),
-        ),
-    )
+_EXPERT_KEYS = {
+    "num_experts": ("num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "expert_hidden_size": ("moe_intermediate_size",),
 }
+_OLMO_EXPERT_KEYS = _EXPERT_KEYS | {"expert_hidden_size": ("intermediate_size",)}
 
-MOE_OF = {"qwen3": "qwen3_moe", "llama": "mixtral"}
+DENSE = (
+    Family("qwen3", "Qwen3ForCausalLM", qk_norm="head", defaults=_QWEN3_DEFAULTS, fixed=_QWEN3_FIXED),
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, defaults=_DEFAULTS, fixed=_QWEN2_FIXED),
+    Family("llama", "LlamaForCausalLM", defaults=_DEFAULTS | {"num_key_value_heads": None}, fixed=_LLAMA_FIXED),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        sliding_window=True,
+        defaults=_DEFAULTS | {"sliding_window": 4096},
+        fixed=_SILU,
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        qk_norm="full",
+        norm_placement="post",
+        defaults=_OLMO_DEFAULTS,
+        fixed=_OLMO_FIXED,
+    ),
+)
+
+MOE = (
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        qk_norm="head",
+        expert_keys=_EXPERT_KEYS,
+        can_mix_dense=True,
+        # transformers computes head_dim from the hidden size here, unlike in qwen3
+        defaults=_DEFAULTS | {"norm_topk_prob": False},
+        fixed=_QWEN3_FIXED,
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        ffn_key=None,
+        sliding_window=True,
+        expert_keys=_EXPERT_KEYS
+        | {"num_experts": ("num_local_experts",), "expert_hidden_size": ("intermediate_size",)},
+        always_renormalizes=True,
+        defaults=_DEFAULTS | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "sliding_window": None},
+        fixed=_SILU,
+        renames=(
+            (".mlp.", ".block_sparse_moe."),
+            (".gate_proj.", ".w1."),
+            (".up_proj.", ".w3."),
+            (".down_proj.", ".w2."),
+        ),
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        expert_keys=_EXPERT_KEYS | {"shared_expert_hidden_size": ("shared_expert_intermediate_size",)},
+        can_mix_dense=True,
+        defaults=_DEFAULTS | {"norm_topk_prob": False},
+        fixed=_QWEN2_FIXED | {"qkv_bias": True},
+    ),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        ffn_key=None,
+        qk_norm="full",
+        expert_keys=_OLMO_EXPERT_KEYS,
+        even_heads=True,
+        defaults=_OLMO_DEFAULTS | {"norm_topk_prob": False},
+        fixed=_OLMO_FIXED | {"clip_qkv": None},
+    ),
+    Family(
+        "flex_olmo",
+        "FlexOlmoForCausalLM",
+        ffn_key=None,
+        qk_norm="full",
+        norm_placement="post",
+        expert_keys=_OLMO_EXPERT_KEYS,
+        defaults=_OLMO_DEFAULTS | {"norm_topk_prob": False, "rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
+        fixed=_OLMO_FIXED,
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, *MOE)}
+
+MOE_OF = {
+    "qwen3": "qwen3_moe",
+    "qwen2": "qwen2_moe",
+    "llama": "mixtral",
+    "mistral": "mixtral",
+    "olmo2": "flex_olmo",
+}
 """The MoE family that holds a dense family's tensors without loss."""
 
 

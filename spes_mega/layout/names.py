@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spes_mega.layout.families import FAMILIES, Family
+from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.family import Family
 from spes_mega.recipe import ModelSection
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -37,6 +38,16 @@ def dense_name(layer: int, matrix: str) -> str:
     return f"model.layers.{layer}.mlp.{matrix}.weight"
 
 
+def shared_expert_name(layer: int, matrix: str) -> str:
+    """Canonical name of one matrix of an MoE layer's shared expert."""
+    return f"model.layers.{layer}.mlp.shared_expert.{matrix}.weight"
+
+
+def shared_expert_gate_name(layer: int) -> str:
+    """Canonical name of the gate of the shared expert, shape [1, H]: its output is scaled by sigmoid(gate @ x)."""
+    return f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+
+
 def router_name(layer: int) -> str:
     """Canonical name of the router of an MoE layer, shape [E, H]."""
     return f"model.layers.{layer}.mlp.gate.weight"
@@ -55,6 +66,8 @@ def expected_tensors(model: ModelSection) -> dict[str, Shape]:
     for layer in range(model.num_layers):
         shapes.update(_attention(model, family, f"model.layers.{layer}."))
         shapes.update(_feed_forward(model, layer))
+        if family.norm_placement == "post":
+            shapes[f"model.layers.{layer}.post_feedforward_layernorm.weight"] = (model.hidden_size,)
     shapes[FINAL_NORM] = (model.hidden_size,)
     if not model.tie_embeddings:
         shapes[OUTPUT_HEAD] = (model.vocab_size, model.hidden_size)
@@ -63,14 +76,16 @@ def expected_tensors(model: ModelSection) -> dict[str, Shape]:
 
 def _attention(model: ModelSection, family: Family, prefix: str) -> Iterator[tuple[str, Shape]]:
     hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield prefix + "input_layernorm.weight", (hidden,)
+    if family.norm_placement == "pre":
+        yield prefix + "input_layernorm.weight", (hidden,)
     for part, rows in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
         yield f"{prefix}self_attn.{part}.weight", (rows, hidden)
         if family.qkv_bias:
             yield f"{prefix}self_attn.{part}.bias", (rows,)
-    if family.qk_norm == "head":
-        yield prefix + "self_attn.q_norm.weight", (model.head_dim,)
-        yield prefix + "self_attn.k_norm.weight", (model.head_dim,)
+    if family.qk_norm != "none":
+        per_head = family.qk_norm == "head"
+        yield prefix + "self_attn.q_norm.weight", (model.head_dim if per_head else query,)
+        yield prefix + "self_attn.k_norm.weight", (model.head_dim if per_head else kv,)
     yield prefix + "self_attn.o_proj.weight", (hidden, query)
     yield prefix + "post_attention_layernorm.weight", (hidden,)
 
@@ -85,6 +100,11 @@ def _feed_forward(model: ModelSection, layer: int) -> Iterator[tuple[str, Shape]
         for matrix in EXPERT_MATRICES:
             name = expert_name(layer, expert, matrix)
             yield name, _matrix_shape(matrix, model.expert_hidden_size, model.hidden_size)
+    if model.shared_expert_hidden_size is not None:
+        for matrix in EXPERT_MATRICES:
+            name = shared_expert_name(layer, matrix)
+            yield name, _matrix_shape(matrix, model.shared_expert_hidden_size, model.hidden_size)
+        yield shared_expert_gate_name(layer), (1, model.hidden_size)
 
 
 def _matrix_shape(matrix: str, width: int | None, hidden: int) -> Shape:

@@ -9,6 +9,7 @@ import torch
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.config import DTYPE_NAMES, parse_config
 from spes_mega.layout.families import DERIVED, FAMILIES
+from spes_mega.layout.megatron_source import MegatronFile, has_megatron_names
 from spes_mega.layout.names import EMBEDDING, OUTPUT_HEAD, expected_tensors
 from spes_mega.layout.sources import locate
 from spes_mega.layout.tensor_files import TensorFile, open_tensor_file
@@ -107,6 +108,8 @@ class Checkpoint:
 def open_checkpoint(src: Path, config: Path | None = None) -> Checkpoint:
     """Open a Hugging Face directory, a .safetensors file, or a torch pickle (weights_only).
 
+    A file may also hold the state dict of a dense Megatron-Core GPTModel with tensor parallel 1.
+
     Args:
         config: config.json, where it isn't in the directory or beside the file.
 
@@ -118,13 +121,21 @@ def open_checkpoint(src: Path, config: Path | None = None) -> Checkpoint:
     files: list[TensorFile] = []
     try:
         for path in source.files:
-            files.append(open_tensor_file(path))
+            files.append(_by_canonical_names(open_tensor_file(path), model))
         if source.weight_map is not None:
             _check_index(src, source.weight_map, files)
         return Checkpoint(src, source.config, model, files)
     except BaseException:
         for file in files:
             file.close()
+        raise
+
+
+def _by_canonical_names(file: TensorFile, model: ModelSection) -> TensorFile:
+    try:
+        return MegatronFile(file, model) if has_megatron_names(file) else file
+    except BaseException:
+        file.close()
         raise
 
 

@@ -4,6 +4,8 @@ Only names, shapes and places are held in memory. The old torch format (before 1
 exception: it can't be read in parts, so such a file is loaded as a whole.
 """
 
+import argparse
+import io
 import os
 import zipfile
 from pathlib import Path
@@ -128,9 +130,16 @@ def _open_torch(path: Path) -> TensorFile:
     return TorchZipFile(path, state_dict_in(path, loaded))
 
 
+# What Megatron-LM leaves beside the tensors: its arguments, and Transformer Engine's state. Neither can run code.
+_HARMLESS: list[Any] = [argparse.Namespace, io.BytesIO]
+# What Transformer Engine keeps of its own under the names of modules; not weights.
+_NO_WEIGHTS = "_extra_state"
+
+
 def _load(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_HARMLESS):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as e:  # torch.load raises whatever the damage leads to
@@ -147,6 +156,7 @@ def state_dict_in(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not loaded:
         raise CheckpointError(f"{path}: a state dict was expected (tensor names -> tensors)")
+    loaded = {name: value for name, value in loaded.items() if not str(name).endswith(_NO_WEIGHTS)}
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{path}: {name}: a tensor was expected, found {type(tensor).__name__}")

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,6 +23,7 @@ from spes_mega.layout.tensor_bytes import write_tensor
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
+_CAST_AT_ONCE = 1 << 18
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -94,6 +95,7 @@ class CheckpointWriter:
         self._shards = self._split(max_shard_bytes)
         self._texts: dict[str, str] = {}
         self._fds: list[int] = []
+        self._header_bytes: list[int] = []
         self._places: dict[str, _Place] = {}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._shapes}
         self._lock = threading.Lock()
@@ -107,6 +109,9 @@ class CheckpointWriter:
     def dtype(self, name: str) -> torch.dtype:
         """What `name` is stored as."""
         return self._dtypes[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
 
     def __enter__(self) -> Self:
         self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"
@@ -145,12 +150,19 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{name}: rows {start}..{stop} of shape {list(tensor.shape)} do not fit into {list(place.shape)}"
             )
-        stored = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous()
-        if place.dtype == torch.float16 and tensor.dtype != torch.float16 and not _is_finite(stored):
-            raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
-        write_tensor(place.fd, place.offset + byte_count(place.dtype, (start, *place.shape[1:])), stored, name)
+        offset = place.offset + byte_count(place.dtype, (start, *place.shape[1:]))
+        for part in _pieces(tensor.detach(), place.dtype):
+            stored = part.to(device="cpu", dtype=place.dtype).contiguous()
+            if place.dtype == torch.float16 and part.dtype != torch.float16 and not _is_finite(stored):
+                raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
+            write_tensor(place.fd, offset, stored, name)
+            offset += stored.nbytes
         with self._lock:
             self._filled[name] = _merged(self._filled[name], (start, stop))
+
+    def set_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Other metadata for the headers, of the same length as JSON (such as a digest instead of a placeholder)."""
+        self._metadata = {"format": "pt", **metadata}
 
     def write_text(self, file: str, text: str) -> None:
         """Add a text file that appears together with the checkpoint."""
@@ -188,21 +200,32 @@ class CheckpointWriter:
         if free < self.total_bytes:
             raise CheckpointError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
 
+    def _header(self, names: list[str]) -> bytes:
+        return pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
+
     def _open_shard(self, file: str, names: list[str]) -> None:
-        header = pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
+        header = self._header(names)
         fd = os.open(self._partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._fds.append(fd)
         offset = len(header)
+        self._header_bytes.append(offset)
         for name in names:
             self._places[name] = _Place(fd, offset, self._dtypes[name], self._shapes[name])
             offset += self._bytes(name)
         os.truncate(fd, offset)
-        os.pwrite(fd, header, 0)
+
+    def _write_headers(self) -> None:
+        for fd, length, names in zip(self._fds, self._header_bytes, self._shards.values(), strict=True):
+            header = self._header(names)
+            if len(header) != length:
+                raise ValueError(f"the metadata changed the header's length from {length} to {len(header)} bytes")
+            os.pwrite(fd, header, 0)
 
     def _commit(self) -> None:
         for name, filled in self._filled.items():
             if filled != [(0, self._shapes[name][0])]:
                 raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
+        self._write_headers()
         self._write_companions()
         if self._fsync:
             for fd in self._fds:
@@ -243,6 +266,14 @@ def _json(value: Any) -> str:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Some rows at a time where rows must be cast or moved, so that copies are small and stay in the cache."""
+    if tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu":
+        return [tensor]
+    values_in_row = max(1, tensor[:1].numel())
+    return tensor.split(max(1, _CAST_AT_ONCE // values_in_row))
 
 
 def _merged(intervals: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:

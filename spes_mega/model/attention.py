@@ -33,6 +33,7 @@ class SDPAttention(MegatronModule):
         assert config.attention_dropout == 0.0, "attention dropout is not part of any recipe"
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self,
@@ -44,12 +45,21 @@ class SDPAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attend causally over whole sequences: [S, B, H*D]. The mask is implied by position and not read."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
+        mask = self._window_mask(query.shape[2], query.device)
         context_BHSD = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """True [S, S] where a query sees a key: at most `window` positions that end with its own."""
+        if self.window is None or length <= self.window:
+            return None
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        return causal.triu(1 - self.window)

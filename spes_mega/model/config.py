@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spes_mega.errors import RecipeError
-from spes_mega.layout.names import expected_tensors
+from spes_mega.layout.families import FAMILIES
 from spes_mega.model.cpu_support import without_expected_warnings
 from spes_mega.recipe import ModelSection, Recipe, TrainSection
+
+_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-Core takes them to be; the same as in all published Llama 3 models."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -24,9 +27,9 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
     """Translate a recipe. Weights are left as allocated: `build` and `load_weights` say what is in them.
 
     Raises:
-        RecipeError: the model asks for something that is not built here (RoPE scaling, other qk-norms).
+        RecipeError: the model has a RoPE variant that is not built here.
     """
-    _refuse_unsupported(recipe.model)
+    rope_settings(recipe.model)
     settings = {
         **_shape(recipe.model),
         **_experts(recipe.model, recipe.train, te=te),
@@ -46,23 +49,25 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
         return TransformerConfig(**settings)
 
 
-def _refuse_unsupported(model: ModelSection) -> None:
-    if model.rope_scaling is not None:
-        kind = model.rope_scaling.get("rope_type", model.rope_scaling.get("type"))
+def rope_settings(model: ModelSection) -> dict[str, Any]:
+    """What GPTModel takes for the model's rotary embedding. Raises RecipeError, naming a variant it has not."""
+    rope = {"position_embedding_type": "rope", "rotary_base": model.rope_theta}
+    if model.rope_scaling is None:
+        return rope
+    variant = dict(model.rope_scaling)
+    kind, factor = variant.pop("rope_type", variant.pop("type", None)), variant.pop("factor", None)
+    if kind != "llama3" or variant != _LLAMA3_CONSTANTS or not factor:
         raise RecipeError(
-            f"model.rope_scaling: RoPE variant {kind!r} is not supported, only plain RoPE; "
-            "remove rope_scaling if the model is to run with plain RoPE"
+            f"model.rope_scaling: RoPE variant {kind!r} with {variant} cannot be run here, only plain RoPE, and llama3 "
+            f"with {_LLAMA3_CONSTANTS} and any factor. Converting and upcycling carry it through unchanged; remove "
+            "rope_scaling if the model is to run with plain RoPE"
         )
+    return rope | {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def _shape(model: ModelSection) -> dict[str, Any]:
-    # Which optional weights a family has is declared once, by its tensor names.
-    tensors = expected_tensors(model)
-    q_norm = tensors.get("model.layers.0.self_attn.q_norm.weight")
-    if q_norm not in (None, (model.head_dim,)):
-        raise RecipeError(
-            f"model.family {model.family}: qk-norm over {q_norm} is not supported, only per head ({model.head_dim},)"
-        )
+    family = FAMILIES[model.family]
+    window = model.sliding_window
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -70,8 +75,10 @@ def _shape(model: ModelSection) -> dict[str, Any]:
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "ffn_hidden_size": model.ffn_hidden_size or model.expert_hidden_size,
-        "qk_layernorm": q_norm is not None,
-        "add_qkv_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        "qk_layernorm": family.qk_norm != "none",
+        "add_qkv_bias": family.qkv_bias,
+        # Megatron counts the positions to the left and right of a query, without its own.
+        "window_size": None if window is None else (window - 1, 0),
     }
 
 
@@ -82,6 +89,8 @@ def _experts(model: ModelSection, train: TrainSection, *, te: bool) -> dict[str,
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_layer_freq": [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)],
+        "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size,
+        "moe_shared_expert_gate": model.shared_expert_hidden_size is not None,
         "moe_router_topk": model.top_k,
         # Softmax over the chosen logits alone is the renormalized top-k of the softmax over all of them.
         "moe_router_pre_softmax": not model.norm_topk_prob,

@@ -1,80 +1,18 @@
-"""The one map between Megatron-Core's parameters and the canonical tensor names.
+"""A model's parameters with the canonical tensors that they hold, by the rules of `layout.megatron_names`."""
 
-`RULES` is the whole map, for the local and the Transformer Engine modules alike. Experts have their global numbers
-in canonical names, and a group and a number within it in Megatron's; every other rule is one name to a few.
-"""
-
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout.fusions import Fusion
+from spes_mega.layout.megatron_names import Rule, rule_of
 from spes_mega.layout.names import expected_tensors
-from spes_mega.model import fused
 from spes_mega.model.partitioned_experts import PartitionedExperts
 from spes_mega.recipe import ModelSection
-
-
-class Rule(NamedTuple):
-    """A parameter (alternative spellings of its name; `{layer}`, `{group}`, `{index}` are numbers), its tensors."""
-
-    parameters: tuple[str, ...]
-    names: tuple[str, ...]
-    fusion: fused.Fusion = fused.copy
-
-
-_MEGATRON = "decoder.layers.{layer}."
-_CANONICAL = "model.layers.{layer}."
-_GROUP = _MEGATRON + "mlp.experts.groups.{group}."
-_EXPERT = _CANONICAL + "mlp.experts.{expert}."
-
-
-def _layer_rule(parameters: tuple[str, ...], names: tuple[str, ...], fusion: fused.Fusion = fused.copy) -> Rule:
-    return Rule(tuple(_MEGATRON + p for p in parameters), tuple(_CANONICAL + n for n in names), fusion)
-
-
-def _qkv_rule(kind: str) -> Rule:
-    names = tuple(f"self_attn.{matrix}_proj.{kind}" for matrix in "qkv")
-    return _layer_rule((f"self_attention.linear_qkv.{kind}",), names, fused.qkv)
-
-
-def _expert_rule(linear: str, matrices: tuple[str, ...], fusion: fused.Fusion = fused.copy) -> Rule:
-    spellings = (
-        _GROUP + "local_experts.{index}." + linear + ".weight",  # SequentialMLP
-        _GROUP + linear + ".weight{index}",  # TEGroupedMLP
-    )
-    return Rule(spellings, tuple(_EXPERT + matrix + ".weight" for matrix in matrices), fusion)
-
-
-RULES = (
-    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
-    _layer_rule(("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), ("input_layernorm.weight",)),
-    _qkv_rule("weight"),
-    _qkv_rule("bias"),
-    _layer_rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
-    _layer_rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
-    _layer_rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",)),
-    _layer_rule(("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), ("post_attention_layernorm.weight",)),
-    _layer_rule(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), fused.gated),
-    _layer_rule(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",)),
-    _layer_rule(("mlp.router.weight",), ("mlp.gate.weight",)),
-    _expert_rule("linear_fc1", ("gate_proj", "up_proj"), fused.gated),
-    _expert_rule("linear_fc2", ("down_proj",)),
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",)),
-    Rule(("output_layer.weight",), ("lm_head.weight",)),
-)
-
-
-def _pattern(parameter: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(parameter)))
-
-
-_PATTERNS = tuple((_pattern(parameter), rule) for rule in RULES for parameter in rule.parameters)
 
 
 @dataclass(frozen=True)
@@ -85,7 +23,7 @@ class Entry:
     parameter: nn.Parameter
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    fusion: fused.Fusion = field(repr=False)
+    fusion: Fusion = field(repr=False)
     model: ModelSection = field(repr=False)
 
     @property
@@ -146,14 +84,14 @@ class WeightMap:
         self._check_coverage()
 
     def _entry(self, gpt: GPTModel, parameter_name: str, parameter: nn.Parameter) -> Entry:
-        for pattern, rule in _PATTERNS:
-            if match := pattern.fullmatch(parameter_name):
-                names = _canonical_names(gpt, rule, {key: int(value) for key, value in match.groupdict().items()})
-                return self._checked_entry(parameter_name, parameter, names, rule.fusion)
-        raise CheckpointError(f"{parameter_name}: no rule says which tensors of a checkpoint this parameter holds")
+        found = rule_of(parameter_name)
+        if found is None:
+            raise CheckpointError(f"{parameter_name}: no rule says which tensors of a checkpoint this parameter holds")
+        rule, numbers = found
+        return self._checked_entry(parameter_name, parameter, _canonical_names(gpt, rule, numbers), rule.fusion)
 
     def _checked_entry(
-        self, parameter_name: str, parameter: nn.Parameter, names: tuple[str, ...], fusion: fused.Fusion
+        self, parameter_name: str, parameter: nn.Parameter, names: tuple[str, ...], fusion: Fusion
     ) -> Entry:
         if unknown := [name for name in names if name not in self._shapes]:
             raise CheckpointError(f"{unknown[0]}: not a tensor of the recipe's model, but {parameter_name} holds it")

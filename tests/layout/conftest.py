@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spes_mega.layout import CheckpointWriter, expected_tensors, initial_tensor
+from spes_mega.layout import FAMILIES, CheckpointWriter, expected_tensors, initial_tensor
 from spes_mega.recipe import ModelSection
 
 # head_dim is not hidden / heads; two query heads share a key head; the vocabulary is no round number.
@@ -16,7 +16,12 @@ MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 24}
 
 
 def section(family, **changes):
-    widths = MOE if family in ("qwen3_moe", "mixtral") else DENSE
+    declared = FAMILIES[family]
+    widths = {**(MOE if declared.is_moe else DENSE)}
+    if declared.has_shared_expert:
+        widths["shared_expert_hidden_size"] = 20
+    if declared.even_heads:
+        widths["head_dim"] = 8
     return ModelSection(**{"family": family, **SHAPE, **widths, **changes})
 
 

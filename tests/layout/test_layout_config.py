@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout import differences, make_config, parse_config
+from spes_mega.layout import FAMILIES, differences, make_config, parse_config
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -41,7 +41,10 @@ def test_what_transformers_assumes_for_keys_left_out():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported .supported: qwen3, qwen3_moe, llama, mixtral"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported .supported: qwen3, qwen2, llama, mistral",
+        ),
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "the key 'hidden_size' is missing"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -72,7 +75,7 @@ def test_refused_by_name(changes, said):
         parse_config(QWEN3 | changes)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -16,6 +16,14 @@ from spes_mega.layout import FAMILIES, ExpertKey, expected_tensors, expert_name,
         ("qwen3_moe", {"dense_layers": (1,), "ffn_hidden_size": 40, "norm_topk_prob": False}),
         ("mixtral", {}),
         ("mixtral", {"tie_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen2", {"head_dim": 8, "tie_embeddings": True}),
+        ("mistral", {"sliding_window": 16}),
+        ("olmo2", {}),
+        ("qwen2_moe", {}),
+        ("qwen2_moe", {"dense_layers": (0,), "ffn_hidden_size": 40}),
+        ("olmoe", {}),
+        ("flex_olmo", {"tie_embeddings": True}),
     ],
 )
 def test_names_and_shapes_are_those_that_transformers_writes(section, tmp_path, family, changes):
@@ -53,6 +61,11 @@ def test_disk_names_are_distinct(section):
     for family, declared in FAMILIES.items():
         names = expected_tensors(section(family))
         assert len({declared.to_disk(name) for name in names}) == len(names)
+
+
+def test_a_shared_expert_is_shared():
+    for name in ("shared_expert.gate_proj", "shared_expert.down_proj", "shared_expert_gate"):
+        assert expert_of(f"model.layers.3.mlp.{name}.weight") is None
 
 
 def test_expert_of():

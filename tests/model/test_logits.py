@@ -7,6 +7,10 @@ import torch.nn.functional as F
 from spes_mega.model import WeightMap, export_weights, forward_logits
 from tests.model import tiny
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 CASES = {
     "qwen3_moe renormalized": tiny.section("qwen3_moe", norm_topk_prob=True),
     "qwen3_moe not renormalized": tiny.section("qwen3_moe", norm_topk_prob=False),
@@ -19,6 +23,18 @@ CASES = {
     "llama": tiny.section("llama", norm_eps=1e-3),
     "llama tied, no grouped queries": tiny.section("llama", tie_embeddings=True, num_kv_heads=4),
     "llama, 9 heads of 3 groups": tiny.section("llama", num_heads=9, num_kv_heads=3, head_dim=16, hidden_size=72),
+    # wavelengths below, between and above the bounds of the scaling
+    "llama 3 rope": tiny.section("llama", rope_scaling=LLAMA3_ROPE, head_dim=64, rope_theta=5e5),
+    "qwen2": tiny.section("qwen2"),
+    "qwen2 tied": tiny.section("qwen2", tie_embeddings=True, head_dim=16),
+    "mistral": tiny.section("mistral"),
+    "mistral with a sliding window": tiny.section("mistral", sliding_window=9),
+    "mixtral with a sliding window": tiny.section("mixtral", sliding_window=9),
+    "olmo2": tiny.section("olmo2", norm_eps=1e-3),
+    "qwen2_moe": tiny.section("qwen2_moe"),
+    "qwen2_moe with a dense layer": tiny.section("qwen2_moe", dense_layers=(1,), ffn_hidden_size=72),
+    "olmoe": tiny.section("olmoe", norm_topk_prob=False),
+    "flex_olmo": tiny.section("flex_olmo", norm_eps=1e-3),
 }
 
 
@@ -38,7 +54,10 @@ def test_logits_equal_those_of_transformers(model, tmp_path):
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe renormalized", "qwen3_moe not renormalized", "qwen3 tied"])
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3_moe renormalized", "qwen3_moe not renormalized", "qwen3 tied", "qwen2_moe", "olmoe", "flex_olmo", "qwen2"],
+)
 def test_gradients_equal_those_of_transformers(case, tmp_path):
     model = CASES[case]
     hf = tiny.transformers_model(model)

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout import fusions
 from spes_mega.layout.names import expected_tensors
-from spes_mega.model import WeightMap, build, export_weights, fused, load_weights
+from spes_mega.model import WeightMap, build, export_weights, load_weights
 from tests.model import tiny
 
 MODELS = {
@@ -133,7 +134,7 @@ def test_qkv_is_interleaved_by_group_for_weights_and_biases():
     model = tiny.section("qwen3", head_dim=1)
     for trailing in ((), (3,)):
         rows = torch.arange(8.0).reshape(8, *([1] * len(trailing))).expand(8, *trailing).contiguous()
-        query, key, value = (part.reshape(-1, *trailing) for part in fused.qkv(rows, model))
+        query, key, value = (part.reshape(-1, *trailing) for part in fusions.qkv(rows, model))
         assert query.reshape(4, -1)[:, 0].tolist() == [0, 1, 4, 5]
         assert key.reshape(2, -1)[:, 0].tolist() == [2, 6]
         assert value.reshape(2, -1)[:, 0].tolist() == [3, 7]

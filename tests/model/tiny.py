@@ -28,7 +28,12 @@ MOE: dict[str, Any] = {**SHAPE, "num_experts": 6, "top_k": 2, "expert_hidden_siz
 
 
 def section(family: str, **changes: Any) -> ModelSection:
-    shape = MOE if FAMILIES[family].is_moe else DENSE
+    declared = FAMILIES[family]
+    shape = {**(MOE if declared.is_moe else DENSE)}
+    if declared.has_shared_expert:
+        shape["shared_expert_hidden_size"] = 40
+    if declared.even_heads:
+        shape["head_dim"] = shape["hidden_size"] // shape["num_heads"]
     return ModelSection(family=family, **{**shape, **changes})
 
 
@@ -43,7 +48,7 @@ def random_weights(model: ModelSection, seed: int = 0, dtype: torch.dtype = torc
     weights = {}
     for name, shape in expected_tensors(model).items():
         noise = torch.randn(shape, generator=generator)
-        weights[name] = (1 + 0.3 * noise if len(shape) == 1 else 0.15 * noise).to(dtype)
+        weights[name] = (1 + 0.3 * noise if name.endswith("norm.weight") else 0.15 * noise).to(dtype)
     return weights
 
 
@@ -60,13 +65,9 @@ def tokens(model: ModelSection, batch: int = 2, length: int = 33, seed: int = 7)
 def transformers_model(model: ModelSection) -> Any:
     """The same architecture by transformers, randomized throughout."""
     torch.manual_seed(11)
-    config_class, model_class = {
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    }[model.family]
-    hf = model_class(config_class(**_config(model), attn_implementation="eager")).eval()
+    hf = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model.family, **_config(model)), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             noise = torch.randn_like(parameter)
@@ -75,6 +76,7 @@ def transformers_model(model: ModelSection) -> Any:
 
 
 def _config(model: ModelSection) -> dict[str, Any]:
+    width = model.ffn_hidden_size or (8 if model.family.startswith("qwen") else model.expert_hidden_size)
     config = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -83,10 +85,11 @@ def _config(model: ModelSection) -> dict[str, Any]:
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "max_position_embeddings": model.max_seq_len,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta},
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "intermediate_size": model.expert_hidden_size if model.family == "mixtral" else model.ffn_hidden_size or 8,
+        "intermediate_size": width,
+        "sliding_window": model.sliding_window,
         "pad_token_id": None,
     }
     if model.is_moe:
@@ -95,6 +98,7 @@ def _config(model: ModelSection) -> dict[str, Any]:
             "num_experts": model.num_experts,
             "num_experts_per_tok": model.top_k,
             "moe_intermediate_size": model.expert_hidden_size,
+            "shared_expert_intermediate_size": model.shared_expert_hidden_size,
             "norm_topk_prob": model.norm_topk_prob,
             "mlp_only_layers": list(model.dense_layers),
         }

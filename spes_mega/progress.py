@@ -1,0 +1,72 @@
+"""Progress of long work on stderr: a bar on a terminal, elsewhere one plain line for each tenth."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Advance]:
+    """Gives a function to call with the number of bytes that were just done."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+    else:
+        yield _plain_lines(what, total, "bytes")
+
+
+@contextmanager
+def layer_progress(what: str, layers: int) -> Iterator[Advance]:
+    """Gives a function to call with the number of layers that were just done."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=layers)
+            yield lambda count: bar.advance(task, count)
+    else:
+        yield _plain_lines(what, layers, "layers")
+
+
+def _plain_lines(what: str, total: int, unit: str) -> Advance:
+    done, tenths = 0, 0
+
+    def advance(count: int) -> None:
+        nonlocal done, tenths
+        done += count
+        if done * 10 // max(total, 1) > tenths:
+            tenths = done * 10 // max(total, 1)
+            print(f"{what}: {tenths * 10} % of {total:,} {unit}", file=sys.stderr, flush=True)
+
+    return advance
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that the temporary directory is removed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,37 @@
+"""Whether two checkpoints read text alike: compares the files beside their weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spes_mega.errors import CheckpointError
+
+# What turns text into ids; chat templates, padding and the like may differ between fine-tuned checkpoints.
+_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+_JSON = "tokenizer.json"
+_BINARY = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_TEXT = ("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+
+
+def tokenizer_difference(first: Path, other: Path) -> str | None:
+    """What differs between the tokenizers of two folders; None where they agree. Raises CheckpointError."""
+    if (first / _JSON).is_file() and (other / _JSON).is_file():
+        a, b = _parsed(first / _JSON), _parsed(other / _JSON)
+        return next((f"{_JSON} ({part})" for part in _PARTS if a.get(part) != b.get(part)), None)
+    for name in (_JSON, *_BINARY, *_TEXT):
+        here, there = (first / name).is_file(), (other / name).is_file()
+        if here != there:
+            return f"{name} (missing in {(first if there else other).name})"
+        if here and (first / name).read_bytes() != (other / name).read_bytes():
+            return name
+    return None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: a JSON object was expected")
+    return raw
