@@ -94,10 +94,11 @@ def test_what_travels_is_shared_weights_and_own_experts(folder, recipe_file, nod
 def test_the_console_is_quiet_and_says_what_the_node_trains(nodes):
     for k, output in enumerate(nodes):
         lines = output.splitlines()
-        assert len(lines) == 1 + STEPS, output
-        assert lines[0].startswith(f"node {k}: 35,") or "parameters" in lines[0]
+        assert len(lines) == 1 + STEPS + 1, output
+        assert lines[0].startswith(f"node {k}: 34,272 parameters, 25,056 trained here")
         assert f"experts {2 * k}-{2 * k + 1} of 4" in lines[0]
-        assert lines[-1].startswith(f"node {k}: step {STEPS}/{STEPS} round 3")
+        assert lines[-2].startswith(f"node {k}: step {STEPS}/{STEPS} round 3")
+        assert lines[-1].startswith(f"node {k}: finished; the hub has the model")
 
 
 def test_the_final_snapshot_opens_in_transformers_with_trained_weights(folder, recipe_file, nodes):
