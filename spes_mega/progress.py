@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ from rich.progress import (
 )
 
 Advance = Callable[[int], None]
+QUIET_S = 3
+"""What takes no longer than this needs no lines of progress."""
 
 
 @contextmanager
@@ -47,12 +50,15 @@ def layer_progress(what: str, layers: int) -> Iterator[Advance]:
 
 def _plain_lines(what: str, total: int, unit: str) -> Advance:
     done, tenths = 0, 0
+    begin = time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, tenths
         done += count
         if done * 10 // max(total, 1) > tenths:
             tenths = done * 10 // max(total, 1)
+            if time.monotonic() - begin < QUIET_S:
+                return
             print(f"{what}: {tenths * 10} % of {total:,} {unit}", file=sys.stderr, flush=True)
 
     return advance

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from spes_mega import __version__
-from spes_mega.recipe import Recipe, TrainSection
+from spes_mega.recipe import Recipe, SpesSection, TrainSection
 from upcycle.calibration import Calibration
 from upcycle.plan import Plan
 from upcycle.sources import Sources
@@ -16,8 +16,10 @@ DIGEST_RULE = (
     "the same for any layout of files"
 )
 _RECIPE_HEADER = """\
-# A starting recipe for this model: add data, the number of nodes and training settings, then
+# A starting recipe for this model. Set the number of nodes, steps and batch (`spes-mega recipe` explains all fields),
+# then:
 #   spes-mega hub recipe.yaml --init THIS_FOLDER --state STATE --listen HOST:PORT
+#   spes-mega launch recipe.yaml --node K --hub HOST:PORT --data PREFIX
 """
 
 
@@ -51,10 +53,17 @@ def provenance(sources: Sources, plan: Plan, digests: list[str], calibration: Ca
 def starting_recipe(plan: Plan) -> str:
     """The text of a recipe for the result: its model, how it was made, and defaults for all the rest."""
     raw = {
+        "name": plan.model.family,
         "model": plan.model.model_dump(mode="json", exclude_defaults=True),
         "upcycle": plan.settings.model_dump(mode="json"),
     }
-    if plan.model.max_seq_len < TrainSection().seq_len:
-        raw["train"] = {"seq_len": plan.model.max_seq_len}
+    train = TrainSection()
+    raw["spes"] = {"num_nodes": 2, "sync_every": SpesSection().sync_every}
+    raw["train"] = {
+        "steps": train.steps,
+        "seq_len": min(train.seq_len, plan.model.max_seq_len),
+        "micro_batch_size": train.micro_batch_size,
+        "lr": train.lr,
+    }
     Recipe.model_validate(raw)
     return _RECIPE_HEADER + yaml.safe_dump(raw, sort_keys=False)

@@ -30,6 +30,7 @@ _STALE_KEYS = ("_name_or_path", "transformers_version", "auto_map", "num_local_e
 
 def parse_config(raw: dict[str, Any]) -> ModelSection:
     """Read a config.json. Raises CheckpointError naming the key that is missing or not supported."""
+    _check_types(raw)
     family = family_of(raw)
     _check_fixed(family, raw)
     theta, scaling = _rope(family, raw)
@@ -111,6 +112,24 @@ def _even_share(hidden_size: Any, num_heads: Any) -> int:
     if hidden_size % num_heads:
         raise CheckpointError(f"config.json: head_dim is missing, and {hidden_size} / {num_heads} is no whole number")
     return hidden_size // num_heads
+
+
+_TYPES: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a name"),
+    "rope_parameters": (dict, "a mapping"),
+    "rope_scaling": (dict, "a mapping"),
+    "layer_types": (list, "a list"),
+    "mlp_only_layers": (list, "a list"),
+}
+
+
+def _check_types(raw: dict[str, Any]) -> None:
+    for key, (kind, expected) in _TYPES.items():
+        if raw.get(key) is not None and not isinstance(raw[key], kind):
+            raise CheckpointError(f"config.json: {key} is {raw[key]!r}; {expected} was expected")
+    for key in ("rope_theta", "decoder_sparse_step"):
+        if raw.get(key) is not None and not isinstance(raw[key], int | float):
+            raise CheckpointError(f"config.json: {key} is {raw[key]!r}; a number was expected")
 
 
 def _check_fixed(family: Family, raw: dict[str, Any]) -> None:

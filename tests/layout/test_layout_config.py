@@ -137,3 +137,19 @@ def test_differences_name_the_fields(section):
     model = section("qwen3_moe")
     assert differences(model, section("qwen3_moe", init_std=0.5, max_seq_len=64)) == []
     assert differences(model, section("qwen3_moe", num_experts=8)) == ["num_experts: 4 expected, 8 found"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", ["llama"]),
+        ("rope_scaling", "x"),
+        ("rope_parameters", [1]),
+        ("layer_types", 5),
+        ("mlp_only_layers", 3),
+        ("rope_theta", "big"),
+    ],
+)
+def test_values_of_another_kind_are_named(key, value):
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is .*expected"):
+        parse_config(LLAMA | {key: value})

@@ -14,6 +14,7 @@ import click
 from spes_mega.errors import SpesError, VerificationError
 from spes_mega.layout.counts import count_parameters
 from spes_mega.outer.ownership import ownership_of
+from spes_mega.progress import sigterm_interrupts
 from spes_mega.recipe import Recipe, load_recipe
 from spes_mega.tools.demo.corpus import train_tokenizer, write_corpus
 from spes_mega.tools.demo.plot import plot_losses, read_metrics
@@ -168,6 +169,12 @@ def command(out: Path) -> None:
     Text, tokenizer, a dense model, upcycling, a hub and two nodes under the deepspeed launcher, evaluation,
     a sample, a picture (OUT/loss.png) and the figures (OUT/summary.json).
     """
+    with sigterm_interrupts():  # hub and nodes are stopped on the way out
+        run_demo(out)
+
+
+def run_demo(out: Path) -> None:
+    """All stages, one after the other."""
     begin = time.monotonic()
     demo = prepare(out)
     tokenizer = make_data(demo)
