@@ -48,16 +48,22 @@ def test_jobs_run_side_by_side_but_no_more_than_a_few_are_handed_over():
     assert waiting < 10
 
 
+def submit_all(jobs, then=None):
+    with Workers(lambda count: None) as workers:
+        for job in jobs:
+            workers.submit(job)
+        if then:
+            raise then
+
+
 def test_an_error_of_a_job_ends_the_work():
     ran = []
 
     def fail():
         raise CheckpointError("no space left")
 
-    with pytest.raises(CheckpointError, match="no space left"), Workers(lambda count: None) as workers:
-        workers.submit(fail)
-        for i in range(100):
-            workers.submit(lambda i=i: ran.append(i) or 0)
+    with pytest.raises(CheckpointError, match="no space left"):
+        submit_all([fail] + [lambda: ran.append(1) or 0] * 100)
     assert len(ran) < 10
     assert torch.get_num_threads() == 2
 
@@ -71,8 +77,6 @@ def test_an_error_outside_leaves_jobs_undone_but_none_running():
         ended.append(1)
         return 0
 
-    with pytest.raises(KeyboardInterrupt), Workers(lambda count: None) as workers:
-        for _ in range(4):
-            workers.submit(job)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        submit_all([job] * 4, then=KeyboardInterrupt())
     assert len(started) == len(ended) <= 2
