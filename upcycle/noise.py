@@ -1,26 +1,33 @@
 """The draws of the noise method: a pure function of (dense matrix, canonical name, settings).
 
-Drawing is most of the work of this method, so it is done in blocks that fit a core's cache, with few passes over them:
-SFC64 gives 32 random bits for each entry, its last 8 bits say whether the entry is chosen, and Box and Muller's
-transform, with the same 24 bits of precision that torch.randn has, makes normal numbers of the bits in pairs.
+Drawing is most of the work of this method, so an entry gets no more than 16 random bits, from SFC64, and one look-up:
+they say whether the entry is chosen, and if so in which of up to 65 536 equally probable slices of the normal
+distribution its noise lies. The middle slices have one value each, their mean (about 0.0001 std from the next where
+half of the entries are chosen, much less than bf16 resolves); in the tails the noise is drawn exactly.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from spes_mega.recipe import UpcycleSection
 
-# Entries drawn at a time. Part of the result: another number gives other draws.
+# Entries drawn at a time, so that all fits a core's cache. Part of the result: another number gives other draws.
 _BLOCK = 1 << 17
-_LEVELS = 1 << 8
+_CODES = 1 << 16
+# So many codes of both tails together, and all codes where those of chosen entries are few, get exact draws.
+_TAIL_CODES = 16
+_FEW_CODES = 1 << 10
 
 
 def noisy_rows(dense: torch.Tensor, name: str, settings: UpcycleSection) -> Iterator[tuple[int, torch.Tensor]]:
     """A copy plus N(0, noise_std) on each entry with probability noise_fraction, as (first row, some rows).
+
+    The probability is rounded to a multiple of 1 / 65 536.
 
     Args:
         dense: the dense matrix, any float dtype.
@@ -29,14 +36,12 @@ def noisy_rows(dense: torch.Tensor, name: str, settings: UpcycleSection) -> Iter
     Yields:
         fp32 rows, which are valid until the next ones are asked for.
     """
-    step = max(1, _BLOCK // dense.shape[1])
-    out = torch.empty(min(step, dense.shape[0]), dense.shape[1])
-    draws = _Draws(out.numel(), name, settings)
-    for start in range(0, dense.shape[0], step):
-        source = dense[start : start + step]
-        rows = out[: source.shape[0]].copy_(source)
-        rows.view(-1).add_(draws.next()[: rows.numel()])
-        yield start, rows
+    height, width = dense.shape
+    step = min(height, max(1, _BLOCK // width))
+    draws = _Draws(step * width, name, settings)
+    for start in range(0, height, step):
+        rows = dense[start : start + step]
+        yield start, draws.next()[: rows.numel()].view(rows.shape).add_(rows)
 
 
 def add_noise(dense: torch.Tensor, name: str, settings: UpcycleSection) -> torch.Tensor:
@@ -52,46 +57,39 @@ class _Draws:
         key = hashlib.sha256(f"{settings.seed}/{name}".encode()).digest()
         self._rng = np.random.Generator(np.random.SFC64(int.from_bytes(key[:16], "little")))
         self._std = settings.noise_std
-        self._level, self._rest = divmod(settings.noise_fraction * _LEVELS, 1)
-        self._pairs = -(-count // 2)
-        self._noise = torch.empty(2 * self._pairs)
-        self._radius = torch.empty(self._pairs)
+        self._chosen = round(settings.noise_fraction * _CODES)
+        self._exact = self._chosen if self._chosen < _FEW_CODES else _TAIL_CODES
+        self._table = _slices(self._chosen, self._exact) * self._std
+        self._words = -(-count // 4)
+        self._index = np.empty(4 * self._words, np.int32)
+        self._noise = torch.empty(4 * self._words)
 
     def next(self) -> torch.Tensor:
         """The next block, which is valid until the one after it: fp32, 0 where an entry is not chosen."""
-        words = self._rng.bit_generator.random_raw(self._pairs)
-        bits = torch.from_numpy(words.view(np.int32))
-        self._transform(bits)
-        if self._level < _LEVELS:
-            self._noise.view(torch.int32).bitwise_and_(self._chosen(bits))
+        codes = self._rng.bit_generator.random_raw(self._words).view(np.uint16)
+        self._index[:] = codes
+        torch.index_select(self._table, 0, torch.from_numpy(self._index), out=self._noise)
+        exact = np.flatnonzero(codes < self._exact)
+        self._noise.numpy()[exact] = self._tails(codes[exact])
         return self._noise
 
-    def _transform(self, bits: torch.Tensor) -> None:
-        """Box and Muller: radius * (cos angle, sin angle), from one half of `bits` each.
-
-        fp32 rounds 32 bits to 24 or more, so the last 8, which decide about `_chosen`, only move the grid of values.
-        """
-        first, second = self._noise.copy_(bits).chunk(2)
-        torch.add(_HALF, first, alpha=2**-32, out=self._radius)
-        self._radius.log_().mul_(-2 * self._std**2).sqrt_()
-        angle = second.mul_(2 * math.pi / 2**32)
-        torch.cos(angle, out=first)
-        angle.sin_()
-        first.mul_(self._radius)
-        second.mul_(self._radius)
-
-    def _chosen(self, bits: torch.Tensor) -> torch.Tensor:
-        """All ones for a chosen entry, else 0: int32, in place of `bits`.
-
-        Where noise_fraction is no multiple of 1/256, entries on the edge are decided by a draw of their own.
-        """
-        last = bits.bitwise_and_(_LEVELS - 1)
-        edge = (last == self._level).nonzero()[:, 0] if self._rest else None
-        chosen = last.sub_(int(self._level)).bitwise_right_shift_(31)
-        if edge is not None:
-            chosen[edge] = -torch.from_numpy((self._rng.random(len(edge)) < self._rest).astype(np.int32))
-        return chosen
+    def _tails(self, codes: np.ndarray) -> np.ndarray:
+        """Draws from the two ends of the normal distribution that `_slices` leaves out; odd codes are positive."""
+        beyond = (1 - self._rng.random(len(codes))) * (self._exact / max(self._chosen, 1) / 2)
+        size = torch.special.ndtri(torch.from_numpy(beyond)).numpy() * self._std
+        return np.where(codes % 2, -size, size)
 
 
-_HALF = torch.tensor(0.5 + 2**-24)
-"""Added to a number in [-0.5, 0.5) so that it lies in (0, 1]; its logarithm is finite."""
+@lru_cache(maxsize=4)
+def _slices(chosen: int, exact: int) -> torch.Tensor:
+    """For each code the mean of its slice of N(0, 1), fp32 [65536].
+
+    Codes below `exact` stand for the tails, half of their probability at either end, and have no value here; codes
+    from there up to `chosen` for slices of equal probability between the tails; the rest for 0.
+    """
+    table = torch.zeros(_CODES, dtype=torch.float64)
+    if exact < chosen:
+        edges = torch.special.ndtri((torch.arange(chosen - exact + 1, dtype=torch.float64) + exact / 2) / chosen)
+        density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
+        table[exact:chosen] = -density.diff() * chosen
+    return table.float()

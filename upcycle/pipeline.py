@@ -48,6 +48,7 @@ def upcycle(
         base_config=sources.config,
         copy_from=sources.folder,
         metadata=metadata(plan, [PLACEHOLDER] * len(sources.all)),
+        cached=False,
     ) as writer:
         with Workers(advance) as workers:
             steps = _Steps(sources, writer, plan, calibration, workers)

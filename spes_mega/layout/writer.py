@@ -20,6 +20,7 @@ from spes_mega.layout.families import FAMILIES
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.safetensors_format import byte_count, pack_header
 from spes_mega.layout.tensor_bytes import write_tensor
+from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -70,6 +71,7 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         fsync: bool = True,
+        cached: bool = True,
     ) -> None:
         """
         Args:
@@ -80,6 +82,8 @@ class CheckpointWriter:
             metadata: for the header of each safetensors file.
             max_shard_bytes: a shard takes at most these, except for a single larger tensor.
             fsync: make the result durable before it gets its name.
+            cached: leave the result in the page cache, because it is read soon; else this is faster, and leaves the
+                cache to others.
 
         Raises:
             CheckpointError: `out` exists with something in it, or there is not enough space for it.
@@ -92,6 +96,7 @@ class CheckpointWriter:
         self._copy_from = copy_from
         self._metadata = {"format": "pt", **(metadata or {})}
         self._fsync = fsync
+        self._write_behind = WriteBehind(drop=not cached)
         self._shards = self._split(max_shard_bytes)
         self._texts: dict[str, str] = {}
         self._fds: list[int] = []
@@ -158,7 +163,9 @@ class CheckpointWriter:
             write_tensor(place.fd, offset, stored, name)
             offset += stored.nbytes
         with self._lock:
-            self._filled[name] = _merged(self._filled[name], (start, stop))
+            filled = self._filled[name] = _merged(self._filled[name], (start, stop))
+        if self._fsync and filled == [(0, place.shape[0])]:
+            self._write_behind.wrote(place.fd, place.offset, self._bytes(name))
 
     def set_metadata(self, metadata: Mapping[str, str]) -> None:
         """Other metadata for the headers, of the same length as JSON (such as a digest instead of a placeholder)."""

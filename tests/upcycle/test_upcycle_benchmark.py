@@ -1,0 +1,27 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("method", ["copy", "noise"])
+def test_the_benchmark_runs(tmp_path, method):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/upcycle/run.py", "--size", "tiny", "--method", method, "--folder", tmp_path,
+         "--shards", "3", "--experts", "4", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    experts = 4 * 4 * 3 * 512 * 1536
+    assert figures["bytes_out"] > 2 * experts
+    assert figures["randn_numbers"] == (experts // 2 if method == "noise" else 0)
+    assert 0 < figures["dd_s"]
+    assert 0 < figures["wall_s"]
+    # torch alone takes about 230 MB; two matrices of 1.6 MB are worked on at a time
+    assert 150_000_000 < figures["peak_rss_bytes"] < 350_000_000
+    assert len(list((tmp_path / "dense-tiny-3").glob("*.safetensors"))) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["dense-tiny-3"]
