@@ -25,6 +25,9 @@ MoEFamily = Literal["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "flex_olmo"]
 MOE_FAMILIES = get_args(MoEFamily)
 MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
 """MoE families in which single layers may be dense."""
+# Far above any model; a damaged config.json must not make names of tensors without end.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 100_000
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -40,13 +43,13 @@ class ModelSection(Section):
     """Shape of a decoder-only language model, dense or Mixture-of-Experts."""
 
     family: DenseFamily | MoEFamily = Field(description="Hugging Face model_type that the checkpoint has at rest")
-    num_layers: Positive
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
     hidden_size: Positive
     num_heads: Positive
     num_kv_heads: Positive
     head_dim: Positive = Field(description="its own number: need not be hidden_size / num_heads")
     ffn_hidden_size: Positive | None = Field(default=None, description="width of a dense FFN")
-    num_experts: int = Field(default=0, ge=0, description="experts a layer; 0: a dense model")
+    num_experts: int = Field(default=0, ge=0, le=MAX_EXPERTS, description="experts a layer; 0: a dense model")
     top_k: int = Field(default=0, ge=0, description="experts a token is sent to")
     expert_hidden_size: Positive | None = Field(default=None, description="FFN width of one expert")
     shared_expert_hidden_size: Positive | None = Field(

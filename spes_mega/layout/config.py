@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.families import FAMILIES, REQUIRED, ROPE_VARIANTS, family_of
 from spes_mega.layout.family import Family
-from spes_mega.recipe import ModelSection, explain
+from spes_mega.recipe import MAX_LAYERS, ModelSection, explain
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PLAIN_KEYS = {
@@ -120,6 +120,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "rope_scaling": (dict, "a mapping"),
     "layer_types": (list, "a list"),
     "mlp_only_layers": (list, "a list"),
+    "decoder_sparse_step": (int, "a whole number"),
 }
 
 
@@ -127,9 +128,8 @@ def _check_types(raw: dict[str, Any]) -> None:
     for key, (kind, expected) in _TYPES.items():
         if raw.get(key) is not None and not isinstance(raw[key], kind):
             raise CheckpointError(f"config.json: {key} is {raw[key]!r}; {expected} was expected")
-    for key in ("rope_theta", "decoder_sparse_step"):
-        if raw.get(key) is not None and not isinstance(raw[key], int | float):
-            raise CheckpointError(f"config.json: {key} is {raw[key]!r}; a number was expected")
+    if not isinstance(raw.get("rope_theta", 1.0), int | float | None):
+        raise CheckpointError(f"config.json: rope_theta is {raw['rope_theta']!r}; a number was expected")
 
 
 def _check_fixed(family: Family, raw: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def _moe_fields(family: Family, raw: dict[str, Any], num_layers: int) -> dict[st
         return {"ffn_hidden_size": _value(family, raw, family.ffn_key)}
     fields = {ours: _value(family, raw, *theirs) for ours, theirs in family.expert_keys.items()}
     fields["norm_topk_prob"] = family.always_renormalizes or _value(family, raw, "norm_topk_prob")
-    if family.can_mix_dense and isinstance(num_layers, int):
+    if family.can_mix_dense and isinstance(num_layers, int) and num_layers <= MAX_LAYERS:
         step = raw.get("decoder_sparse_step") or 1
         listed = raw.get("mlp_only_layers") or ()
         dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]

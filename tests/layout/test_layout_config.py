@@ -11,6 +11,9 @@ QWEN3 = {
     "eos_token_id": [5, 7], "bos_token_id": 3,
 }  # fmt: skip
 LLAMA = QWEN3 | {"model_type": "llama"}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16
+}  # fmt: skip
 LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64
 }  # fmt: skip
@@ -148,8 +151,14 @@ def test_differences_name_the_fields(section):
         ("layer_types", 5),
         ("mlp_only_layers", 3),
         ("rope_theta", "big"),
+        ("decoder_sparse_step", 1.5),
     ],
 )
 def test_values_of_another_kind_are_named(key, value):
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} is .*expected"):
         parse_config(LLAMA | {key: value})
+
+
+def test_absurd_sizes_are_refused_at_once():
+    with pytest.raises(CheckpointError, match=r"num_layers.*less than or equal to"):
+        parse_config(QWEN3_MOE | {"num_hidden_layers": 10**30})
