@@ -19,8 +19,8 @@ def test_the_benchmark_runs(tmp_path, method):
     experts = 4 * 4 * 3 * 512 * 1536
     assert figures["bytes_out"] > 2 * experts
     assert figures["randn_numbers"] == (experts // 2 if method == "noise" else 0)
-    assert 0 < figures["dd_s"]
-    assert 0 < figures["wall_s"]
+    assert figures["dd_s"] > 0
+    assert figures["wall_s"] > 0
     # torch alone takes about 230 MB; two matrices of 1.6 MB are worked on at a time
     assert 150_000_000 < figures["peak_rss_bytes"] < 350_000_000
     assert len(list((tmp_path / "dense-tiny-3").glob("*.safetensors"))) == 3
