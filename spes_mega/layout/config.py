@@ -10,8 +10,9 @@ import torch
 from pydantic import ValidationError
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.families import FAMILIES, REQUIRED, ROPE_VARIANTS, family_of
+from spes_mega.layout.families import FAMILIES, REQUIRED, family_of
 from spes_mega.layout.family import Family
+from spes_mega.layout.rope import read_rope
 from spes_mega.recipe import MAX_LAYERS, ModelSection, explain
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -33,12 +34,17 @@ def parse_config(raw: dict[str, Any]) -> ModelSection:
     _check_types(raw)
     family = family_of(raw)
     _check_fixed(family, raw)
-    theta, scaling = _rope(family, raw)
     fields: dict[str, Any] = {ours: _value(family, raw, theirs) for ours, theirs in _PLAIN_KEYS.items()}
+    num_kv_heads, head_dim = _value(family, raw, "num_key_value_heads"), _value(family, raw, "head_dim")
+    if head_dim is None:
+        head_dim = _even_share(fields["hidden_size"], fields["num_heads"])
+    if not isinstance(head_dim, int):
+        raise CheckpointError(f"config.json: head_dim is {head_dim!r}; a whole number was expected")
+    theta, scaling = read_rope(raw, family.defaults.get("rope_theta"), head_dim)
     fields |= {
         "family": family.name,
-        "num_kv_heads": _value(family, raw, "num_key_value_heads") or fields["num_heads"],
-        "head_dim": _value(family, raw, "head_dim") or _even_share(fields["hidden_size"], fields["num_heads"]),
+        "num_kv_heads": fields["num_heads"] if num_kv_heads is None else num_kv_heads,
+        "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tie_embeddings": raw.get("tie_word_embeddings", False),
@@ -47,7 +53,7 @@ def parse_config(raw: dict[str, Any]) -> ModelSection:
     }
     fields |= _moe_fields(family, raw, fields["num_layers"])
     try:
-        return ModelSection.model_validate(fields)
+        return ModelSection.model_validate(fields, strict=True)
     except ValidationError as e:
         raise CheckpointError("\n".join(explain("config.json", e, ModelSection))) from e
 
@@ -128,8 +134,6 @@ def _check_types(raw: dict[str, Any]) -> None:
     for key, (kind, expected) in _TYPES.items():
         if raw.get(key) is not None and not isinstance(raw[key], kind):
             raise CheckpointError(f"config.json: {key} is {raw[key]!r}; {expected} was expected")
-    if not isinstance(raw.get("rope_theta", 1.0), int | float | None):
-        raise CheckpointError(f"config.json: rope_theta is {raw['rope_theta']!r}; a number was expected")
 
 
 def _check_fixed(family: Family, raw: dict[str, Any]) -> None:
@@ -147,37 +151,9 @@ def _check_fixed(family: Family, raw: dict[str, Any]) -> None:
         raise CheckpointError("config.json: quantization_config is set; dequantize the checkpoint first")
 
 
-def _rope(family: Family, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and variant; the variant always with `rope_type`, and None when there is none."""
-    new, old = dict(raw.get("rope_parameters") or {}), dict(raw.get("rope_scaling") or {})
-    thetas = [t for t in (new.pop("rope_theta", None), old.pop("rope_theta", None), raw.get("rope_theta")) if t]
-    if any(theta != thetas[0] for theta in thetas):
-        raise CheckpointError(f"config.json: rope_theta is given as {' and as '.join(map(str, thetas))}")
-    variants = [variant for variant in map(_rope_variant, (new, old)) if variant is not None]
-    if len(variants) == 2 and variants[0] != variants[1]:
-        raise CheckpointError("config.json: rope_parameters and rope_scaling contradict each other")
-    theta = thetas[0] if thetas else _value(family, raw, "rope_theta")
-    return float(theta), variants[0] if variants else None
-
-
 def _sliding_window(family: Family, raw: dict[str, Any]) -> Any:
     """null means none, which is not what a key that is left out means. Other families ignore the key."""
     return raw.get("sliding_window", family.defaults["sliding_window"]) if family.sliding_window else None
-
-
-def _rope_variant(rope: dict[str, Any]) -> dict[str, Any] | None:
-    kind = rope.pop("type", None)
-    kind = rope.pop("rope_type", kind) or "default"
-    if rope.get("partial_rotary_factor") == 1.0:
-        del rope["partial_rotary_factor"]
-    if kind == "default":
-        if rope:
-            raise CheckpointError(f"config.json: the default RoPE has no {', '.join(sorted(rope))}")
-        return None
-    if kind not in ROPE_VARIANTS:
-        known = ", ".join(("default", *ROPE_VARIANTS))
-        raise CheckpointError(f"config.json: RoPE variant {kind!r} is not supported (supported: {known})")
-    return {"rope_type": kind, **rope}
 
 
 def _moe_fields(family: Family, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -192,7 +168,7 @@ def _moe_fields(family: Family, raw: dict[str, Any], num_layers: int) -> dict[st
         dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
         if dense:
             assert family.ffn_key is not None, "can_mix_dense goes with a ffn_key"
-            fields |= {"dense_layers": dense, "ffn_hidden_size": _value(family, raw, family.ffn_key)}
+            fields |= {"dense_layers": tuple(dense), "ffn_hidden_size": _value(family, raw, family.ffn_key)}
     return fields
 
 

@@ -11,9 +11,6 @@ REQUIRED = object()
 # Buffers that old checkpoints carry although they follow from config.json alone.
 DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|.*\.self_attn\.rotary_emb\.inv_freq")
 
-ROPE_VARIANTS = ("linear", "dynamic", "yarn", "longrope", "llama3")
-"""Those that transformers computes from config.json alone, in the same way for every family here."""
-
 # head_dim None: hidden_size / num_attention_heads, as transformers computes it where the key is left out.
 _DEFAULTS = {"head_dim": None, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _SILU = {"hidden_act": "silu", "partial_rotary_factor": 1.0}

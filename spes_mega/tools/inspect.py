@@ -78,6 +78,9 @@ def similarity_facts(similarity: dict[int, torch.Tensor]) -> list[dict[str, Any]
     return facts
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
 @click.command("inspect")
 @click.argument("src", type=click.Path(path_type=Path, exists=True))
 @click.option(
@@ -99,6 +102,8 @@ def command(src: Path, config: Path | None, similarity: bool, plot: Path | None,
         moe = checkpoint.model.is_moe
         if plot and not (moe and similarity):
             raise CheckpointError(f"{src}: there is no similarity of experts to draw by --plot")
+        if plot and (plot.suffix not in PICTURES or not plot.parent.is_dir()):
+            raise CheckpointError(f"--plot {plot}: a file in an existing folder, ending in {' '.join(PICTURES)}")
         if moe and similarity:
             with layer_progress("compare experts", facts["moe_layers"]) as advance:
                 found = expert_similarity(checkpoint, advance)

@@ -162,3 +162,34 @@ def test_values_of_another_kind_are_named(key, value):
 def test_absurd_sizes_are_refused_at_once():
     with pytest.raises(CheckpointError, match=r"num_layers.*less than or equal to"):
         parse_config(QWEN3_MOE | {"num_hidden_layers": 10**30})
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_theta": "x"}, "rope_theta is 'x'; a number above 0"),
+        ({"rope_theta": 0}, "rope_theta is 0; a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_type": "llama3"}, "the RoPE variant llama3 needs the key 'factor'"),
+        ({"rope_type": "linear", "factor": "x"}, "factor is 'x'; a number above 0"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
+        ({"rope_type": "linear", "factor": -1}, "factor is -1"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": {}}, "beta_fast is {}; a number"),
+        (
+            {"rope_type": "longrope", "short_factor": 5, "long_factor": [1.0] * 8},
+            "short_factor is 5; a list of 8 numbers",
+        ),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}, "long_factor has 1 numbers"),
+    ],
+)
+def test_rope_is_checked_value_by_value(rope, said):
+    with pytest.raises(CheckpointError, match=said):
+        parse_config(LLAMA | {"rope_parameters": {"rope_theta": 1e4} | rope})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("head_dim", 0), ("num_key_value_heads", 0), ("num_key_value_heads", ""), ("vocab_size", "64")]
+)
+def test_values_are_read_and_never_taken_for_missing(key, value):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        parse_config(LLAMA | {key: value})

@@ -142,10 +142,16 @@ def test_a_window_that_qwen_does_not_use_is_no_window(section):
     assert parse_config(raw).sliding_window is None
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "llama3"])
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_rope_variants_are_carried_through_unchanged(section, kind, spelling):
-    variant = {"rope_type": kind, "factor": 4.0, "made_up": [1.5, 2]}
+    half = section("llama").head_dim // 2
+    numbers = {"yarn": {"beta_fast": 32, "truncate": False}, "llama3": LLAMA3}
+    numbers["longrope"] = {"short_factor": [1.0] * half, "long_factor": [1.5] * half}
+    variant = {"rope_type": kind, "factor": 4.0, **numbers.get(kind, {})}
     raw = make_config(section("llama"), None, torch.float32)
     raw |= {"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}
     model = parse_config(raw | {spelling: variant | ({"rope_theta": 5e5} if spelling == "rope_parameters" else {})})

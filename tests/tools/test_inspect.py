@@ -146,3 +146,14 @@ def test_a_hubs_rounds_and_snapshots_are_checkpoints(tmp_path):
         assert facts["dtypes"] == {"float32": 4 * count}
         assert max(layer["max"] for layer in facts["similarity"]) < 0.2  # drawn apart from each other
     store.close()
+
+
+@pytest.mark.parametrize("file", ["nowhere/heat.png", "heat.xyz"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_compared(make, file, tmp_path, capsys):
+    path, _ = make("mixtral")
+    with pytest.raises(SystemExit) as e:
+        main(["inspect", str(path), "--plot", str(tmp_path / file)])
+    assert e.value.code == CheckpointError.exit_code
+    captured = capsys.readouterr()
+    assert "a file in an existing folder, ending in .png" in captured.err
+    assert "compare" not in captured.err
