@@ -63,6 +63,7 @@ def test_counts_of_a_mixture_with_a_shared_expert_and_a_dense_layer(make):
 
 def test_rope_and_dtypes(make):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
     path, _ = make(
         "llama",
         lambda name: torch.float32 if name.endswith("norm.weight") else torch.bfloat16,
