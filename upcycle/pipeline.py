@@ -97,6 +97,7 @@ class _Steps:
     def _make_matrices(self, layer: int, matrix: str, source: int, shared: Shared) -> int:
         """One matrix of all experts that come from one source's matrix, which is read once."""
         dense = self._sources.read_one(source, dense_name(layer, matrix), digest=True)
+        dense = dense.to(torch.promote_types(dense.dtype, self._writer.dtype(expert_name(layer, 0, matrix))))
         count, written = self._plan.experts_per_source, 0
         for expert in range(source * count, (source + 1) * count):
             key = ExpertKey(layer, expert, matrix)

@@ -7,7 +7,7 @@ import torch
 from making import run
 
 from spes_mega.recipe import UpcycleSection
-from upcycle.noise import _FEW_CODES, _TAIL_CODES, _slices, add_noise, noisy_rows
+from upcycle.noise import _BLOCK, _FEW, _TAILS, _slices, add_noise, noisy_rows
 
 NAME = "model.layers.0.mlp.experts.{}.up_proj.weight"
 
@@ -36,26 +36,43 @@ def test_chosen_entries_have_normal_noise(fraction):
     assert float((expected - torch.arange(1, count + 1) / count).abs().max()) * math.sqrt(count) < 1.95
 
 
-def test_slices_of_the_middle_have_the_variance_that_tails_leave():
-    chosen = 1 << 15
-    table = _slices(chosen, _TAIL_CODES).double()
-    assert not table[:_TAIL_CODES].any()
-    assert not table[chosen:].any()
-    middle = table[_TAIL_CODES:chosen]
-    assert torch.allclose(middle, -middle.flip(0), rtol=0, atol=1e-7)
-    edge = -torch.special.ndtri(torch.tensor(_TAIL_CODES / chosen / 2, dtype=torch.float64))
-    density = math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi)
-    tails = _TAIL_CODES / chosen + 2 * edge * density  # of x^2, beyond the edges
-    assert float(middle.square().sum() / chosen + tails) == pytest.approx(1, abs=1e-6)
-    assert float(middle.diff().min()) > 0
-    assert float(middle.diff()[chosen // 2 - 100 : chosen // 2 + 100].max()) < 1e-4
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 1.0])
+def test_slices_have_the_variance_that_the_ends_leave(fraction):
+    table = _slices(fraction, _TAILS).double()
+    slices = table[: round(65536 * (fraction - _TAILS) / (1 - _TAILS))]
+    assert not table[len(slices) :].any()
+    assert torch.allclose(slices, -slices.flip(0), rtol=0, atol=1e-7)
+    share = _TAILS / fraction
+    edge = -float(torch.special.ndtri(torch.tensor(share / 2, dtype=torch.float64)))
+    of_ends = share + 2 * edge * math.exp(-(edge**2) / 2) / math.sqrt(
+        2 * math.pi
+    )  # the part of E[x^2] beyond the edges
+    assert float(slices.square().mean()) * (1 - share) + of_ends == pytest.approx(1, abs=2e-5 / fraction**1.5)
+    assert float(slices.diff().min()) > 0
+
+
+def test_slices_of_the_default_are_finer_than_a_ten_thousandth():
+    slices = _slices(0.5, _TAILS)
+    assert float(slices[16000:16700].diff().max()) < 1e-4
 
 
 def test_few_chosen_entries_have_no_value_twice():
-    drawn = noise(noise_fraction=(_FEW_CODES - 1) / 65536)
+    drawn = noise(noise_fraction=_FEW)
     values = drawn[drawn != 0]
-    assert len(values) > 80_000
+    assert len(values) > 90_000
     assert len(values.unique()) > 0.98 * len(values)
+
+
+def test_it_is_drawn_and_added_in_the_dtype_of_the_matrix():
+    dense = torch.randn(600, 900, generator=torch.Generator().manual_seed(1))
+    settings = UpcycleSection(noise_std=0.25)
+    zeros = torch.zeros_like(dense)
+    for dtype in (torch.bfloat16, torch.float16):
+        drawn = add_noise(zeros, NAME, settings).to(dtype)
+        made = add_noise(dense.to(dtype), NAME, settings)
+        assert made.dtype == dtype
+        assert torch.equal(made, (dense.to(dtype).float() + drawn.float()).to(dtype))
+    assert torch.equal(add_noise(dense, NAME, settings), dense + add_noise(zeros, NAME, settings))
 
 
 def test_experts_are_independent():
@@ -69,7 +86,7 @@ def test_experts_are_independent():
 
 def test_neighbours_and_blocks_are_independent():
     flat = noise(noise_fraction=1.0).view(-1)
-    for lag in (1, 2, 3, 4, 3000, 1 << 17, 43 * 3000):
+    for lag in (1, 2, 3, 4, 3000, _BLOCK // 3000 * 3000):
         correlation = float((flat[:-lag] * flat[lag:]).mean())
         assert correlation == pytest.approx(0, abs=4 / math.sqrt(len(flat) - lag))
 
@@ -81,8 +98,7 @@ def test_pieces_are_the_whole_and_small():
     stop = 0
     for start, rows in noisy_rows(dense, NAME, settings):
         assert start == stop
-        assert rows.dtype == torch.float32
-        assert rows.numel() <= 1 << 17
+        assert rows.numel() <= _BLOCK
         assert torch.equal(rows, whole[start : start + len(rows)])
         stop = start + len(rows)
     assert stop == 500
@@ -115,9 +131,9 @@ def test_the_draws_of_a_seed_stay_the_same():
     """A change here changes every result that was ever made."""
     drawn = noise((4, 4), noise_fraction=0.5, seed=7)
     expected = [
-        [0.0, -3.3248, 0.0, 0.0],
-        [0.0, -0.1710, 0.0, 0.0],
-        [0.0, 0.0, 0.0, -0.7843],
-        [-0.2140, -0.0535, 0.0, -0.7154],
+        [0.0, -3.1115, 0.0, 0.0],
+        [0.0, -0.1700, 0.0, 0.0],
+        [0.0, 0.0, 0.0, -0.7828],
+        [-0.2130, -0.0526, 0.0, -0.7141],
     ]
     assert torch.allclose(drawn, torch.tensor(expected), rtol=0, atol=1e-4)
