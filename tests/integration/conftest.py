@@ -24,7 +24,7 @@ TRAIN = {
     "dtype": "fp32",
     "log_every": 1,
 }
-SPES = {"sync_every": 2, "snapshot_every": 100, "join_deadline_s": 60, "round_deadline_s": 60, "rpc_deadline_s": 30}
+SPES = {"sync_every": 2, "snapshot_every": 100, "join_deadline_s": 240, "round_deadline_s": 240, "rpc_deadline_s": 60}
 
 
 @pytest.fixture(scope="session")

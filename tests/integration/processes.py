@@ -37,18 +37,18 @@ class Process:
         for line in self.popen.stdout:
             self.output += line
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=270):
         """Exit code, once the process and all that it wrote are there."""
         code = self.popen.wait(timeout)
         self._reader.join(10)
         return code
 
-    def succeed(self, timeout=120):
+    def succeed(self, timeout=270):
         code = self.wait(timeout)
         assert code == 0, f"exit code {code}:\n{self.output}"
         return self
 
-    def wait_for(self, pattern, timeout=60):
+    def wait_for(self, pattern, timeout=180):
         end = time.monotonic() + timeout
         while not (match := re.search(pattern, self.output)):
             assert time.monotonic() < end, f"no {pattern!r} in:\n{self.output}"

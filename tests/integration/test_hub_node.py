@@ -65,7 +65,7 @@ def start(tmp_path, write_recipe, ranks):
     runs = []
 
     def start(**spes):
-        recipe_file = write_recipe(tmp_path, spes={"num_nodes": 2, "rpc_deadline_s": 1} | spes)
+        recipe_file = write_recipe(tmp_path, spes={"num_nodes": 2, "rpc_deadline_s": 5} | spes)
         runs.append(Run(recipe_file, tmp_path / "hub", ranks))
         return runs[-1]
 
@@ -81,7 +81,7 @@ def masters(weights):
 
 
 def test_a_straggler_takes_the_newest_state_and_goes_on(start, weights):
-    run = start(min_nodes=1, round_deadline_s=2)
+    run = start(min_nodes=1, round_deadline_s=6)
     run.other.join()
     node = run.node()
     node.join()
@@ -115,7 +115,7 @@ def test_a_node_that_came_back_after_its_push_waits_for_the_round(start, weights
 
 
 def test_an_absent_node_is_named(start, weights):
-    run = start(round_deadline_s=2)
+    run = start(round_deadline_s=6)
     run.other.join()
     node = run.node()
     node.join()

@@ -25,7 +25,7 @@ def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, star
     recipe = write_recipe(tmp_path, spes=spes, train={"steps": 100_000, "log_every": 1})
     hub = start_hub(recipe, tmp_path / "hub")
     node = start_node(recipe, "--node", 1, "--hub", hub.address, "--out", tmp_path / "out", ranks=2)
-    node.wait_for("step 3/", timeout=90)
+    node.wait_for("step 3/", timeout=190)
     family = node.family()
     assert len(family) == 5  # spes-mega, the launcher and its child, two ranks
     asked = time.monotonic()
