@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from integration.conftest import MODEL
 from integration.processes import launch
 from spes_mega.layout import CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.layout.optional_parts import optional_part
@@ -20,7 +21,7 @@ def results(tmp_path_factory, write_recipe):
     folder = tmp_path_factory.mktemp("families")
     processes = []
     for family, changes in FAMILIES.items():
-        recipe = write_recipe(folder, family, model=changes, train={"steps": 2, "warmup_steps": 0})
+        recipe = write_recipe(folder, family, model=MODEL | changes, train={"steps": 2, "warmup_steps": 0})
         model = load_recipe(recipe).model
         rng = torch.Generator().manual_seed(1)
         with CheckpointWriter(folder / f"{family}-init", model, torch.float32) as writer:
