@@ -17,8 +17,9 @@ import torch
 
 from spes_mega.recipe import UpcycleSection
 
-# Entries drawn at a time, so that all fits a core's cache. Part of the result: another number gives other draws.
-_BLOCK = 1 << 18
+# Entries drawn at a time: few enough to bound memory, and so many that threads seldom wait for each other between the
+# steps (Python runs one at a time). Part of the result: another number gives other draws.
+_BLOCK = 1 << 21
 _CODES = 1 << 16
 _TAILS = 2**-12
 _FEW = 2**-6

@@ -1,6 +1,7 @@
 """What a run is held against: how fast this disk takes bytes, and how fast these cores draw normal numbers."""
 
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -15,14 +16,17 @@ _DRAWN_AT_ONCE = 1 << 18
 
 
 class Run(NamedTuple):
+    """`cpu_s` is of all threads, in user and system mode."""
+
     wall_s: float
+    cpu_s: float
     peak_rss_bytes: int
     stdout: str
 
 
 def run_python(*arguments: object) -> Run:
     """Run this Python as a process of its own and watch its memory. Raises SystemExit with its stderr if it fails."""
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), _cpu_seconds_of_children()
     command = [sys.executable, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         peak = _PeakMemory(process)
@@ -31,7 +35,12 @@ def run_python(*arguments: object) -> Run:
         peak.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{stderr}")
-    return Run(wall, peak.bytes, stdout)
+    return Run(wall, _cpu_seconds_of_children() - cpu_before, peak.bytes, stdout)
+
+
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class _PeakMemory(threading.Thread):

@@ -50,6 +50,7 @@ def main(
         "randn_s": randn_seconds(numbers),
         "peak_rss_bytes": ours.peak_rss_bytes,
         "bytes_out": written,
+        "cpu_s": ours.cpu_s,
         "dd_before_s": before,
         "dd_after_s": after,
         "randn_numbers": numbers,

@@ -24,7 +24,7 @@ from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
-_CAST_AT_ONCE = 1 << 18
+_CAST_AT_ONCE = 1 << 20
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -276,7 +276,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Some rows at a time where rows must be cast or moved, so that copies are small and stay in the cache."""
+    """Some rows at a time where rows must be cast or moved, so that copies are small."""
     if tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu":
         return [tensor]
     values_in_row = max(1, tensor[:1].numel())

@@ -92,19 +92,17 @@ def test_neighbours_and_blocks_are_independent():
 
 
 def test_pieces_are_the_whole_and_small():
-    dense = torch.randn(500, 700, generator=torch.Generator().manual_seed(1)).bfloat16()
-    settings = UpcycleSection()
-    whole = add_noise(dense, NAME, settings)
-    stop = 0
-    for start, rows in noisy_rows(dense, NAME, settings):
-        assert start == stop
-        assert rows.numel() <= _BLOCK
+    dense = torch.randn(7000, 700, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = add_noise(dense, NAME, UpcycleSection())
+    starts = []
+    for start, rows in noisy_rows(dense, NAME, UpcycleSection()):
         assert torch.equal(rows, whole[start : start + len(rows)])
-        stop = start + len(rows)
-    assert stop == 500
+        starts.append(start)
+    assert starts == [0, _BLOCK // 700, 2 * (_BLOCK // 700)]
+    assert len(whole) == 7000
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 200_000), (7, 140_001)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 3_000_000), (3, 1_400_001)])
 def test_shapes_that_do_not_fit_the_blocks(shape):
     drawn = noise(shape, noise_fraction=1.0)
     assert drawn.shape == shape
