@@ -212,10 +212,10 @@ def test_memory_stays_bounded(larger_dense, tmp_path, settings):
     if settings["method"] != "partition":
         assert sum(file.stat().st_size for file in (tmp_path / "moe").glob("*.safetensors")) > 400_000_000
     made, verified = map(int, done.stdout.split())
-    # A matrix of 2 MB in and out, what is drawn or clustered, and what torch sets up once: 17 to 40 MB were seen,
-    # and 33 to 46 MB with verification.
-    assert made < 60_000_000
-    assert verified < 70_000_000
+    # A matrix of 2 MB in and out, what is drawn or clustered, and what torch sets up once: 17 to 61 MB were seen (the
+    # allocator's arenas depend on the moment). Whoever holds the source (104 MB) or the result is well above.
+    assert made < 90_000_000
+    assert verified < 90_000_000
 
 
 def test_sigterm_leaves_nothing_half_written(larger_dense, tmp_path):
