@@ -115,7 +115,17 @@ class SpesSection(Section):
     sync_every: Positive = Field(default=100, description="local steps between two synchronizations (H)")
     ownership: Literal["equal", "all"] | tuple[tuple[int, ...], ...] = Field(
         default="equal",
-        description="equal: contiguous shares; all: everyone owns every expert (DiLoCo); or one list a node",
+        description="equal: contiguous shares; all: everyone owns every expert (DiLoCo); or one list a node (an expert "
+        "in several lists is averaged over its owners)",
+    )
+    capacity: tuple[Positive, ...] | None = Field(
+        default=None,
+        description="one number a node, as in [2, 1, 1]: shares of experts are in this proportion; default: all equal",
+    )
+    adopt_after: Positive | None = Field(
+        default=None,
+        json_schema_extra=LOCAL,
+        description="rounds that a node is missed before others train its experts, until it is back; default: never",
     )
     merge_interval: Positive = Field(default=500, description="steps between two expert merges")
     merge_steps: int = Field(default=0, ge=0, description="merging stops at this step; 0: no merging")
@@ -141,6 +151,10 @@ class SpesSection(Section):
             raise ValueError(f"min_nodes {self.min_nodes} is more than num_nodes {self.num_nodes}")
         if isinstance(self.ownership, tuple) and len(self.ownership) != self.num_nodes:
             raise ValueError(f"ownership lists {len(self.ownership)} nodes, num_nodes is {self.num_nodes}")
+        if self.capacity is not None and len(self.capacity) != self.num_nodes:
+            raise ValueError(f"capacity lists {len(self.capacity)} nodes, num_nodes is {self.num_nodes}")
+        if self.capacity is not None and self.ownership == "all":
+            raise ValueError("capacity has no effect with ownership: all, where every node owns every expert")
         if self.rpc_deadline_s > self.round_deadline_s:
             raise ValueError(
                 f"deadlines must nest: rpc_deadline_s {self.rpc_deadline_s:g} is longer than "

@@ -49,6 +49,10 @@ def test_every_fault_is_listed_at_once():
         ({}, {"spes": {"num_nodes": 2, "ownership": [[0, 1, 2, 3]]}}, "ownership lists 1 nodes, num_nodes is 2"),
         ({}, {"spes": {"num_nodes": 2, "ownership": [[0, 1], [3]]}}, "nobody owns expert 2"),
         ({}, {"spes": {"num_nodes": 2, "ownership": [[0, 1], [2, 3, 4]]}}, "there is no expert 4"),
+        ({}, {"spes": {"num_nodes": 2, "capacity": [1]}}, "capacity lists 1 nodes, num_nodes is 2"),
+        ({}, {"spes": {"num_nodes": 2, "capacity": [1, 0]}}, r"spes\.capacity\.1"),
+        ({}, {"spes": {"num_nodes": 2, "capacity": [1, 2], "ownership": "all"}}, "no effect with ownership: all"),
+        ({}, {"spes": {"adopt_after": 0}}, r"spes\.adopt_after"),
         ({}, {"spes": {"rpc_deadline_s": 99, "round_deadline_s": 9}}, "deadlines must nest"),
         ({}, {"train": {"steps": 5, "warmup_steps": 6}}, "warmup_steps 6 is more than steps 5"),
         ({}, {"train": {"seq_len": 8192}}, "over model.max_seq_len 4096"),
@@ -108,6 +112,7 @@ def test_digest_ignores_what_may_differ_between_nodes_and_nothing_else():
         recipe(spes={"sync_every": 7}),
         recipe({"rope_theta": 5.0}),
         recipe({"init_std": 0.1}),
+        recipe(spes={"capacity": [1]}),
     ):
         assert other.digest() != base.digest()
 

@@ -48,6 +48,8 @@ class Joined:
     num_rounds: int
     pushed: bool
     """The hub already holds this node's push for the open round (this process is a restart)."""
+    absent: tuple[int, ...]
+    """Nodes whose experts others train in the open round: see `outer.ownership.with_absent`."""
 
     @property
     def finished(self) -> bool:
@@ -57,10 +59,12 @@ class Joined:
 class Pulled:
     """A complete state on its spool file: iterate over (name, fp32 tensor), or read by name. Close it when done."""
 
-    def __init__(self, round_: int, full: bool, payload: StoredPayload) -> None:
-        self.round = round_
-        self.full = full
+    def __init__(self, opening: pb.PullOpening, payload: StoredPayload) -> None:
+        self.round = opening.round
+        self.full = opening.full
         """False: the experts that this node alone owns are left out, because it holds their newest values."""
+        self.absent = tuple(opening.absent)
+        """Nodes whose experts others train from this state on: see `outer.ownership.with_absent`."""
         self.shapes: dict[str, Shape] = payload.shapes
         self._payload = payload
 
@@ -142,7 +146,7 @@ class HubClient:
     def join(self) -> Joined:
         """Tell the hub that this node takes part; waits for a hub that is not up yet."""
         reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), ATTEMPT_S)
-        return Joined(reply.round, reply.num_rounds, reply.pushed)
+        return Joined(reply.round, reply.num_rounds, reply.pushed, tuple(reply.absent))
 
     def pull(self, have_round: int | None = None) -> Pulled:
         """Download the newest committed state.
@@ -163,7 +167,7 @@ class HubClient:
                 self.bytes_down += sink.take(reply.chunk)
             sink.finish()
             payload = StoredPayload(spool, codec_named(opening.codec), f"state of round {opening.round}")
-            return Pulled(opening.round, opening.full, payload)
+            return Pulled(opening, payload)
         except BaseException:
             spool.close()
             raise

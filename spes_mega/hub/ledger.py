@@ -29,6 +29,8 @@ class RoundRecord:
     bytes_down: int = 0
     tokens: int = 0
     merge_alpha: float | None = None
+    absent: tuple[int, ...] = ()
+    """Nodes whose experts others train from this state on, until the next one."""
 
     @property
     def merged(self) -> bool:
@@ -91,21 +93,41 @@ class Ledger:
         with self._lock:
             return any(record.round == round_ + 1 and node in record.nodes for record in self.rounds)
 
+    def record(self, round_: int) -> RoundRecord | None:
+        """The record of a round; None if it is too old."""
+        with self._lock:
+            return next((record for record in self.rounds if record.round == round_), None)
+
+    def missed(self, node: int, round_: int) -> int:
+        """For how many rounds in a row, up to `round_`, the node has not contributed."""
+        with self._lock:
+            last = self.nodes[node].last_pushed_round
+            return round_ - (-1 if last is None else last)
+
     def reject(self, node: int, round_: int, reason: str) -> None:
         with self._lock:
             self.rejected.append(Rejection(node, round_, reason[:MAX_REASON]))
 
     def close_round(
-        self, round_: int, step: int, nodes: Iterable[int], seconds: float, tokens: int, merge_alpha: float | None
+        self,
+        round_: int,
+        step: int,
+        nodes: Iterable[int],
+        seconds: float,
+        tokens: int,
+        merge_alpha: float | None,
+        absent: tuple[int, ...] = (),
     ) -> RoundRecord:
         """Append the record of a round, with the bytes moved since the last one."""
         with self._lock:
             record = RoundRecord(
-                round_, step, tuple(nodes), seconds, self._round_up, self._round_down, tokens, merge_alpha
+                round_, step, tuple(nodes), seconds, self._round_up, self._round_down, tokens, merge_alpha, absent
             )
             self._round_up = self._round_down = 0
             self.rounds.append(record)
             self.merges += record.merged
+            for node in record.nodes:  # who received a push notes it only after the close could have taken it
+                self.nodes[node].last_pushed_round = round_ - 1
             return record
 
     def as_json(self) -> dict[str, Any]:
@@ -121,7 +143,11 @@ class Ledger:
     def from_json(cls, raw: dict[str, Any]) -> Self:
         """Raises KeyError, TypeError or ValueError on anything that `as_json` did not write."""
         ledger = cls({node: NodeTraffic(**traffic) for node, traffic in enumerate(raw["nodes"])})
-        ledger.rounds.extend(RoundRecord(**{**record, "nodes": tuple(record["nodes"])}) for record in raw["rounds"])
+        ledger.rounds.extend(_record(record) for record in raw["rounds"])
         ledger.rejected.extend(Rejection(**rejection) for rejection in raw["rejected"])
         ledger.merges = int(raw["merges"])
         return ledger
+
+
+def _record(raw: dict[str, Any]) -> RoundRecord:
+    return RoundRecord(**{**raw, "nodes": tuple(raw["nodes"]), "absent": tuple(raw.get("absent", ()))})

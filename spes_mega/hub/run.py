@@ -7,10 +7,10 @@ from pathlib import Path
 
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import StaleRoundError
+from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
-from spes_mega.hub.members import expected_back
+from spes_mega.hub.members import Presence, expected_back
 from spes_mega.hub.payload import (
     CHUNK_BYTES,
     Shape,
@@ -28,7 +28,15 @@ from spes_mega.layout.reader import Checkpoint
 from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.codecs import FP32
-from spes_mega.outer.ownership import ownership_of, private_names, pushed_names
+from spes_mega.outer.ownership import (
+    Ownership,
+    next_absent,
+    ownership_of,
+    private_names,
+    pushed_names,
+    ranges,
+    with_absent,
+)
 from spes_mega.recipe import Recipe
 
 
@@ -39,14 +47,16 @@ class Run:
         """Raises StoreError (the directory is another run's or in use) or CheckpointError (`init` does not fit)."""
         self.recipe = recipe
         self.shapes = expected_tensors(recipe.model)
-        self.ownership = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
+        self._everyone = ownership_of(
+            recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership, recipe.spes.capacity
+        )
         self._console = console
         self._store = Store(state, recipe)
         try:
             round_ = self._initial_round(init)
             self.ledger: Ledger = self._store.read_ledger(round_)
             self.newest: RoundRecord = self.ledger.rounds[-1]
-            self.staging = self._stage(round_)
+            self.staging = self._stage()
             self.rounds = self._rounds(round_, self._stored_pushes(round_))
             self._snapshot()  # a crash may have come between the last round and its snapshot
         except BaseException:
@@ -56,6 +66,14 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.newest.round >= self.recipe.num_rounds
+
+    @property
+    def ownership(self) -> Ownership:
+        """Who trains which experts in the open round."""
+        return self._ownership(self.newest)
+
+    def _ownership(self, record: RoundRecord) -> Ownership:
+        return with_absent(self._everyone, record.absent, self.recipe.spes.capacity)
 
     def close(self) -> None:
         """Let go of the state directory."""
@@ -93,12 +111,14 @@ class Run:
             remember=self._store.write_members,
         )
 
-    def _stage(self, round_: int) -> Staging:
-        return Staging(self._store.pushes_dir(round_), self.pushed_shapes, FP32)
+    def _stage(self) -> Staging:
+        """For the pushes of the open round, whose ownership says what each node has to push."""
+        ownership = self.ownership
 
-    def pushed_shapes(self, node: int) -> dict[str, Shape]:
-        """Names and shapes that a node has to push."""
-        return {name: self.shapes[name] for name in pushed_names(self.shapes, self.ownership, node, expert_of)}
+        def shapes_of(node: int) -> dict[str, Shape]:
+            return {name: self.shapes[name] for name in pushed_names(self.shapes, ownership, node, expert_of)}
+
+        return Staging(self._store.pushes_dir(self.newest.round), shapes_of, FP32)
 
     def receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
         """Take one push into the open round; returns whether it was there already.
@@ -136,20 +156,26 @@ class Run:
         def commit(rename: Callable[[], object]) -> None:
             self.rounds.commit_push(node, session, opening.round, rename)
 
-        return self.staging.receive(node, opening, chunks, progress, commit)
+        try:
+            return self.staging.receive(node, opening, chunks, progress, commit)
+        except PayloadError:
+            self.rounds.check_open(opening.round)  # closed meanwhile: the next one may ask this node for other experts
+            raise
 
     def send(self, node: int, have_round: int | None) -> Iterator[pb.PullReply]:
         """The newest state for a node, without what it alone owns if it already has just that."""
         self.rounds.settle()
         record = self.newest
         names = list(self.shapes)
-        if partial := have_round == record.round - 1 and node in record.nodes and not record.merged:
-            left_out = set(private_names(names, self.ownership, node, expert_of))
+        if partial := have_round == record.round - 1 and node in record.nodes and self._keeps(node, record):
+            left_out = set(private_names(names, self._trained(record), node, expert_of))
             names = [name for name in names if name not in left_out]
         shapes = {name: self.shapes[name] for name in names}
         header = payload_header(shapes, FP32)
         total = len(header) + data_bytes(shapes, FP32)
-        opening = pb.PullOpening(round=record.round, codec=FP32.name, total_bytes=total, full=not partial)
+        opening = pb.PullOpening(
+            round=record.round, codec=FP32.name, total_bytes=total, full=not partial, absent=record.absent
+        )
         with self._store.open_state(record.round) as state:
             yield pb.PullReply(opening=opening)
             sent = 0
@@ -158,6 +184,18 @@ class Run:
                 sent = chunk.offset
                 yield pb.PullReply(chunk=chunk)
             self.ledger.count_down(node, total - sent)
+
+    def _trained(self, record: RoundRecord) -> Ownership:
+        """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
+        return self._ownership(self.ledger.record(record.round - 1) or record)
+
+    def _keeps(self, node: int, record: RoundRecord) -> bool:
+        """Whether a node that has trained for this state needs nothing of what it alone owns.
+
+        With other experts than before it rebuilds its model, and needs all of it, also what nobody has changed: of an
+        expert that it did not train, it may not have the exact values.
+        """
+        return not record.merged and self._trained(record).owned(node) == self._ownership(record).owned(node)
 
     def close_round(self) -> None:
         """Wait until the open round may close, and commit the state that it gives.
@@ -191,16 +229,39 @@ class Run:
         write_next_state(writer, mixture, self.recipe.model, merge, self.rounds.check_running)
         step = self.recipe.step_at(round_ + 1)
         alpha = merge.alpha if merge else None
-        self.ledger.close_round(round_ + 1, step, nodes, self.rounds.open_seconds(), tokens, alpha)
+        absent = self._next_absent(round_, nodes)
+        self.ledger.close_round(round_ + 1, step, nodes, self.rounds.open_seconds(), tokens, alpha, absent)
         return self.ledger
 
+    def _next_absent(self, round_: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
+        presence = self.rounds.presence()
+        left = [node for node in presence if presence[node] is Presence.LEFT]
+        spes = self.recipe.spes
+        return next_absent(
+            spes.num_nodes,
+            self.newest.absent,
+            nodes,
+            left,
+            lambda node: self.ledger.missed(node, round_),
+            spes.adopt_after,
+        )
+
     def _open_next(self, aggregation_s: float) -> None:
-        self.newest = self.ledger.rounds[-1]
-        self.staging = self._stage(self.newest.round)
+        before, self.newest = self.newest, self.ledger.rounds[-1]
+        self.staging = self._stage()
         self.rounds.committed(self.newest.round)
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
+        if before.absent != self.newest.absent:
+            self._say_ownership()
         self._store.prune(self.newest.round)
         self._snapshot()
+
+    def _say_ownership(self) -> None:
+        owned = self.ownership.nodes
+        shares = "; ".join(f"node {node} {ranges(experts)}" for node, experts in enumerate(owned))
+        away = ", ".join(map(str, self.newest.absent)) or "none"
+        text = f"absent nodes: {away}; experts from now on: {shares}"
+        self._console.say("ownership", text, absent=self.newest.absent, nodes=owned)
 
     def _snapshot(self) -> None:
         if path := self._store.snapshot(self.newest):

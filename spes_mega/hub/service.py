@@ -49,9 +49,12 @@ class HubService(HubServicer):
         node = self._identify(request.caller)
         rounds = self._run.rounds
         rounds.join(node, request.caller.session)
-        round_ = rounds.round
+        newest = self._run.newest
         return pb.JoinReply(
-            round=round_, num_rounds=self._run.recipe.num_rounds, pushed=rounds.has_pushed(node, round_)
+            round=newest.round,
+            num_rounds=self._run.recipe.num_rounds,
+            pushed=rounds.has_pushed(node, newest.round),
+            absent=newest.absent,
         )
 
     @_answering
@@ -93,7 +96,9 @@ class HubService(HubServicer):
     def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
         self._check(request.caller)
         timeout_s = min(max(request.timeout_s, 0.0), MAX_WAIT_S)
-        return pb.WaitReply(round=self._run.rounds.wait_round(request.round, timeout_s))
+        self._run.rounds.wait_round(request.round, timeout_s)
+        newest = self._run.newest
+        return pb.WaitReply(round=newest.round, absent=newest.absent)
 
     @_answering
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
@@ -104,7 +109,8 @@ class HubService(HubServicer):
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         run, rounds = self._run, self._run.rounds
         kept = run.ledger.as_json()
-        presence = rounds.presence()
+        presence, newest = rounds.presence(), run.newest
+        owned = run.ownership
         return pb.StatusReply(
             name=run.recipe.name,
             digest=self._digest,
@@ -116,7 +122,13 @@ class HubService(HubServicer):
             waiting_for=[] if run.finished else rounds.waiting_for(),
             round_seconds=rounds.open_seconds(),
             nodes=[
-                pb.NodeStatus(node=node, state=presence[node].value, **traffic)
+                pb.NodeStatus(
+                    node=node,
+                    state=presence[node].value,
+                    absent=node in newest.absent,
+                    experts=owned.owned(node),
+                    **traffic,
+                )
                 for node, traffic in enumerate(kept["nodes"])
             ],
             rounds=[pb.RoundStatus(**record) for record in kept["rounds"]],

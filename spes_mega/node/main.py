@@ -104,7 +104,8 @@ class _Node:
     def _ownership(self) -> Any:
         from spes_mega.outer.ownership import ownership_of
 
-        return ownership_of(self.recipe.model.num_experts, self.recipe.spes.num_nodes, self.recipe.spes.ownership)
+        spes = self.recipe.spes
+        return ownership_of(self.recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
     def _train(self, data: Any, source: Any) -> None:
         from spes_mega.model import build

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from spes_mega.hub.client import TOKEN_VARIABLE, HubClient, read_token
+from spes_mega.outer.ownership import ranges
 
 
 @click.command("status")
@@ -34,7 +35,8 @@ def describe(status: dict[str, Any]) -> Iterator[str]:
     for node in status["nodes"]:
         last = "nothing yet" if node["last_pushed_round"] is None else f"round {node['last_pushed_round']}"
         yield (
-            f"  node {node['node']}  {node['state']}  last pushed {last}  "
+            f"  node {node['node']}  {node['state']}{', absent' if node['absent'] else ''}  "
+            f"experts {ranges(node['experts'])}  last pushed {last}  "
             f"up {_megabytes(node['bytes_up'])}  down {_megabytes(node['bytes_down'])}"
         )
     yield from _rounds(status["rounds"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from spes_mega.layout.initialize import generator
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import open_checkpoint
-from spes_mega.outer.ownership import ownership_of, pushed_names
+from spes_mega.outer.ownership import ownership_of, pushed_names, with_absent
 from spes_mega.recipe import parse_recipe
 
 MODEL = {
@@ -39,20 +39,22 @@ def make_recipe(model=None, train=None, **spes):
     return parse_recipe(raw_recipe(model, train, **spes), source="test", base=Path())
 
 
-def ownership(recipe):
-    return ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
+def ownership(recipe, absent=()):
+    spes = recipe.spes
+    base = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
+    return with_absent(base, absent, spes.capacity)
 
 
-def shapes_of(recipe, node):
+def shapes_of(recipe, node, absent=()):
     shapes = expected_tensors(recipe.model)
-    return {name: shapes[name] for name in pushed_names(shapes, ownership(recipe), node, expert_of)}
+    return {name: shapes[name] for name in pushed_names(shapes, ownership(recipe, absent), node, expert_of)}
 
 
-def fabricate(recipe, node, round_, salt=""):
+def fabricate(recipe, node, round_, salt="", absent=()):
     """What `node` pushes in a round: fp32 tensors drawn from a key."""
     return {
         name: torch.randn(shape, generator=generator(round_, f"{salt}{node}/{name}"))
-        for name, shape in shapes_of(recipe, node).items()
+        for name, shape in shapes_of(recipe, node, absent).items()
     }
 
 
@@ -65,9 +67,9 @@ def pull(client, have_round=None):
         return pulled.round, dict(pulled)
 
 
-def next_state(recipe, state, pushes, alpha=None):
+def next_state(recipe, state, pushes, alpha=None, absent=()):
     """The state that a round gives: means and owners' values, then the merge; whole tensors, no streaming."""
-    owned = ownership(recipe)
+    owned = ownership(recipe, absent)
     out = {}
     for name, old in state.items():
         key = expert_of(name)

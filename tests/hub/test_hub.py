@@ -294,7 +294,7 @@ def test_strangers_are_refused_by_name(start_hub, connect):
         connect(hub, 2, token="right").pull()
     client = connect(hub, 0, token="right")
     client._caller.protocol = 99
-    with pytest.raises(HubRefusedError, match="speaks protocol 99, the hub 1"):
+    with pytest.raises(HubRefusedError, match="speaks protocol 99, the hub 2"):
         client.join()
     assert connect(hub, 0, token="right").join().round == 0
     with grpc.insecure_channel(hub.address) as channel:  # probes have no token
@@ -707,5 +707,5 @@ def test_events_are_lines_of_text_or_of_json(capsys):
     )
     assert json.loads(line) == {
         "event": "round", "round": 3, "step": 30, "nodes": [0, 2], "seconds": 4.26, "bytes_up": 2_500_000,
-        "bytes_down": 1_000_000, "tokens": 7, "merge_alpha": 0.25, "aggregation_seconds": 0.5,
+        "bytes_down": 1_000_000, "tokens": 7, "merge_alpha": 0.25, "absent": [], "aggregation_seconds": 0.5,
     }  # fmt: skip

@@ -160,7 +160,7 @@ def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):
     text = runner.invoke(status_command, ["--hub", hub.address]).output
     assert "fabricated: round 0/4  step 0/40  merges 0" in text
     assert "waiting for the push of: 0" in text
-    assert "node 1  joined  last pushed round 0" in text
+    assert "node 1  joined  experts 2-3  last pushed round 0" in text
     status = json.loads(runner.invoke(status_command, ["--hub", hub.address, "--json"]).output)
     assert [node["state"] for node in status["nodes"]] == ["joined", "joined"]
     assert [node["last_pushed_round"] for node in status["nodes"]] == [None, 0]

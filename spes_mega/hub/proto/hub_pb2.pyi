@@ -25,14 +25,16 @@ class JoinRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("round", "num_rounds", "pushed")
+    __slots__ = ("round", "num_rounds", "pushed", "absent")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     num_rounds: int
     pushed: bool
-    def __init__(self, round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., pushed: _Optional[bool] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., pushed: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32", "data")
@@ -79,16 +81,18 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., have_round: _Optional[int] = ...) -> None: ...
 
 class PullOpening(_message.Message):
-    __slots__ = ("round", "codec", "total_bytes", "full")
+    __slots__ = ("round", "codec", "total_bytes", "full", "absent")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     codec: str
     total_bytes: int
     full: bool
-    def __init__(self, round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("opening", "chunk")
@@ -109,10 +113,12 @@ class WaitRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class WaitReply(_message.Message):
-    __slots__ = ("round",)
+    __slots__ = ("round", "absent")
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     round: int
-    def __init__(self, round: _Optional[int] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller",)
@@ -129,21 +135,25 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "state", "last_pushed_round", "bytes_up", "bytes_down")
+    __slots__ = ("node", "state", "last_pushed_round", "bytes_up", "bytes_down", "absent", "experts")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LAST_PUSHED_ROUND_FIELD_NUMBER: _ClassVar[int]
     BYTES_UP_FIELD_NUMBER: _ClassVar[int]
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     node: int
     state: str
     last_pushed_round: int
     bytes_up: int
     bytes_down: int
-    def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ...) -> None: ...
+    absent: bool
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., absent: _Optional[bool] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha")
+    __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha", "absent")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +162,7 @@ class RoundStatus(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MERGE_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     nodes: _containers.RepeatedScalarFieldContainer[int]
@@ -160,7 +171,8 @@ class RoundStatus(_message.Message):
     bytes_down: int
     tokens: int
     merge_alpha: float
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., tokens: _Optional[int] = ..., merge_alpha: _Optional[float] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., tokens: _Optional[int] = ..., merge_alpha: _Optional[float] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RejectionStatus(_message.Message):
     __slots__ = ("node", "round", "reason")
