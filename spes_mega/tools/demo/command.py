@@ -136,7 +136,7 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
     nodes = [read_metrics(out / f"node-{k}/metrics.jsonl") for k in range(moe.spes.num_nodes)]
     rounds = closed_rounds(out / "hub")
     counts = count_parameters(moe.model)
-    ownership = ownership_of(moe.model.num_experts, moe.spes.num_nodes, moe.spes.ownership)
+    ownership = ownership_of(moe.model.num_experts, moe.spes.num_nodes, moe.spes.ownership, moe.spes.capacity)
     synced = [row for rows in nodes for row in rows if row["bytes_up"]]
     return {
         **losses,
