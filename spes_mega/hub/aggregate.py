@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spes_mega.hub.payload import StoredPayload, row_slices
+from spes_mega.hub.forms import row_slices
+from spes_mega.hub.payload import StoredPayload
 from spes_mega.layout.names import EXPERT_MATRICES, expert_name, expert_of
 from spes_mega.layout.reader import Checkpoint
 from spes_mega.layout.writer import CheckpointWriter

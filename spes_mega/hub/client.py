@@ -19,10 +19,10 @@ from spes_mega.errors import DeadlineError, HubRefusedError
 from spes_mega.hub.access import TOKEN_VARIABLE, read_token
 from spes_mega.hub.channel import Channel, Limit, attempt_s
 from spes_mega.hub.faults import PayloadError, StaleRoundError
-from spes_mega.hub.payload import ChunkSink, Shape, StoredPayload, file_chunks, write_payload
+from spes_mega.hub.forms import Shape, in_fp32
+from spes_mega.hub.payload import ChunkSink, StoredPayload, file_chunks, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
-from spes_mega.outer.codecs import FP32, codec_named
 from spes_mega.recipe import Recipe
 
 __all__ = [
@@ -166,7 +166,7 @@ class HubClient:
             for reply in replies:
                 self.bytes_down += sink.take(reply.chunk)
             sink.finish()
-            payload = StoredPayload(spool, codec_named(opening.codec), f"state of round {opening.round}")
+            payload = StoredPayload(spool, f"state of round {opening.round}")
             return Pulled(opening, payload)
         except BaseException:
             spool.close()
@@ -185,8 +185,8 @@ class HubClient:
             HubRefusedError: names, shapes or values are not what the hub expects of this node.
         """
         with self._spool() as spool:
-            size = write_payload(spool, shapes, tensors, FP32, {TOKENS_KEY: str(tokens)})
-            opening = pb.PushOpening(caller=self._caller, round=round_, codec=FP32.name, total_bytes=size)
+            size = write_payload(spool, in_fp32(shapes), tensors, {TOKENS_KEY: str(tokens)})
+            opening = pb.PushOpening(caller=self._caller, round=round_, total_bytes=size)
             self._channel.retrying(lambda: self._upload(opening, spool))
 
     def _upload(self, opening: pb.PushOpening, spool: BinaryIO) -> None:

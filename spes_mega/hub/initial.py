@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import CheckpointError
+from spes_mega.hub.forms import row_slices
 from spes_mega.hub.ledger import Ledger
-from spes_mega.hub.payload import row_slices
 from spes_mega.hub.store import Store
 from spes_mega.layout.config import differences
 from spes_mega.layout.initialize import initial_tensor

@@ -10,68 +10,96 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
 from spes_mega.errors import CheckpointError
 from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.forms import (
+    SCALE_SUFFIX,
+    Form,
+    Forms,
+    Shape,
+    Shapes,
+    payload_header,
+    row_slices,
+    scale_name,
+    wire_specs,
+)
 from spes_mega.hub.proto import hub_pb2 as pb
-from spes_mega.layout.safetensors_format import LENGTH_BYTES, Header, header_length, pack_header, parse_header
-from spes_mega.layout.tensor_bytes import bytes_of, read_tensor
-from spes_mega.outer.codecs import Codec
+from spes_mega.layout.safetensors_format import (
+    LENGTH_BYTES,
+    Header,
+    TensorSpec,
+    byte_count,
+    header_length,
+    parse_header,
+)
+from spes_mega.layout.tensor_bytes import read_tensor, write_tensor
+from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS
 
 CHUNK_BYTES = 2 << 20
 MAX_CHUNK_BYTES = 3 << 20  # with its frame below gRPC's default limit of 4 MiB a message
-SLICE_BYTES = 4 << 20
-Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]
 
 
-def payload_header(shapes: Shapes, codec: Codec, metadata: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes of a payload that carries these tensors in this order."""
-    return pack_header({name: (codec.wire_dtype, shape) for name, shape in shapes.items()}, metadata)
+class PayloadWriter:
+    """Fills a payload in a file from its start; rows may come in any order."""
+
+    def __init__(self, file: BinaryIO, forms: Forms, metadata: Mapping[str, str] | None = None) -> None:
+        """Writes the header, and makes the file as long as it will be; what is not written reads as zeros."""
+        self._fd = file.fileno()
+        self._forms = forms
+        header = payload_header(forms, metadata)
+        self._header = parse_header(header[LENGTH_BYTES:], "payload")
+        self.size = self._header.file_bytes
+        os.pwrite(self._fd, header, 0)
+        os.truncate(self._fd, self.size)
+
+    def write_rows(self, name: str, start: int, rows: Tensor) -> Tensor:
+        """Encode and store rows start.. of a tensor; returns what a reader will decode, fp32.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        codec = self._forms[name].codec
+        wire, scale = codec.encode(rows)
+        self._put(name, start, wire)
+        if scale is not None:
+            self._put(scale_name(name), start, scale)
+        return codec.decode(wire, scale)
+
+    def _put(self, name: str, start: int, rows: Tensor) -> None:
+        spec = self._header.tensors[name]
+        write_tensor(self._fd, self._header.data_start + _row_offset(spec, start), rows, name)
 
 
-def header_limit(shapes: Shapes) -> int:
-    """Bytes that a header naming these tensors may have, generously; bounds what is read from a peer."""
-    return 4096 + sum(2 * len(name.encode()) + 256 for name in shapes)
-
-
-def data_bytes(shapes: Shapes, codec: Codec) -> int:
-    """Bytes of these tensors on the wire, without the header."""
-    return sum(_numel(shape) for shape in shapes.values()) * codec.wire_dtype.itemsize
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()
-
-
-def row_slices(shape: Shape, row_bytes_factor: int = 1, budget: int = SLICE_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of slices of rows of at most `budget` fp32 bytes each (or one row), all experts together."""
-    row_bytes = _numel(shape[1:]) * 4 * row_bytes_factor
-    rows = max(1, budget // max(1, row_bytes))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
+def _row_offset(spec: TensorSpec, start: int) -> int:
+    return spec.start + start * byte_count(spec.dtype, spec.shape[1:])
 
 
 def write_payload(
-    file: BinaryIO, shapes: Shapes, tensors: Iterable[tuple[str, Tensor]], codec: Codec, metadata: Mapping[str, str]
+    file: BinaryIO, forms: Forms, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> int:
-    """Write a payload to `file` from its start; `tensors` come in the order of `shapes`. Returns its bytes.
+    """Write a payload to `file`; `tensors` come in the order of `forms`. Returns its bytes.
 
     Raises:
         ValueError: a tensor's name or shape is not the one that is due.
     """
-    written = file.write(payload_header(shapes, codec, metadata))
+    writer = PayloadWriter(file, forms, metadata)
+    for name, tensor in in_turn({name: form.shape for name, form in forms.items()}, tensors):
+        for start, stop in row_slices(tuple(tensor.shape)):
+            writer.write_rows(name, start, tensor[start:stop])
+    return writer.size
+
+
+def in_turn(shapes: Shapes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, after a check that each is the one that is due. Raises ValueError naming one that is not."""
     due = iter(shapes.items())
     for name, tensor in tensors:
         if (name, tuple(tensor.shape)) != (expected := next(due, None)):
             raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} given where {expected} is due")
-        written += file.write(bytes_of(codec.encode(tensor)))
+        yield name, tensor
     if (missing := next(due, None)) is not None:
         raise ValueError(f"tensor {missing[0]} was not given")
-    file.flush()
-    return written
 
 
 def chunk_of(offset: int, data: bytes) -> pb.Chunk:
@@ -140,17 +168,20 @@ class ChunkSink:
 
 
 class StoredPayload:
-    """A complete payload in an open file; tensors are read one at a time, or rows of one."""
+    """A complete payload in an open file; tensors are read one at a time, or rows of one.
 
-    def __init__(self, file: BinaryIO, codec: Codec, source: str, max_header: int | None = None) -> None:
+    The codec of each tensor is known by its dtype on the wire.
+    """
+
+    def __init__(self, file: BinaryIO, source: str, max_header: int | None = None) -> None:
         """Raises PayloadError naming `source` if the header or the file's length is not right."""
         self._file = file
-        self._codec = codec
         self._source = source
         self.size = os.fstat(file.fileno()).st_size
         self.header = self._parse(max_header if max_header is not None else self.size)
         if self.header.file_bytes != self.size:
             raise PayloadError(f"{source}: {self.size} bytes, the header speaks of {self.header.file_bytes}")
+        self.forms = self._forms()
 
     def _parse(self, max_header: int) -> Header:
         try:
@@ -159,12 +190,24 @@ class StoredPayload:
         except CheckpointError as e:
             raise PayloadError(str(e)) from e
 
+    def _forms(self) -> dict[str, Form]:
+        """Names, shapes and codecs in the order of their bytes."""
+        forms = {}
+        for name, spec in self.header.tensors.items():
+            if name.removesuffix(SCALE_SUFFIX) in self.header.tensors and name.endswith(SCALE_SUFFIX):
+                continue
+            codec = CODEC_OF_DTYPE.get(spec.dtype)
+            if codec is None:
+                raise PayloadError(f"{self._source}: {name[:200]} is {spec.dtype}, which no codec gives")
+            forms[name] = Form(spec.shape, codec)
+        return forms
+
     @classmethod
-    def open(cls, path: Path, codec: Codec, source: str, max_header: int | None = None) -> "StoredPayload":
+    def open(cls, path: Path, source: str, max_header: int | None = None) -> "StoredPayload":
         """Open the payload in a file."""
         file = path.open("rb")
         try:
-            return cls(file, codec, source, max_header)
+            return cls(file, source, max_header)
         except BaseException:
             file.close()
             raise
@@ -172,43 +215,70 @@ class StoredPayload:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Names and shapes in the order of their bytes."""
-        return {name: spec.shape for name, spec in self.header.tensors.items()}
+        return {name: form.shape for name, form in self.forms.items()}
 
     def read(self, name: str) -> Tensor:
         """One tensor, decoded to fp32."""
-        spec = self.header.tensors[name]
-        return self._decode(spec.start, spec.shape)
+        return self.read_rows(name, 0, self.forms[name].shape[0])
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor along its first axis, decoded to fp32."""
+        codec = self.forms[name].codec
+        scale = self._scales(name, start, stop) if codec.scaled else None
+        return codec.decode(self._rows(name, start, stop), scale)
+
+    def _scales(self, name: str, start: int, stop: int) -> Tensor:
+        one_row = len(self.forms[name].shape) == 1
+        return self._rows(scale_name(name), 0 if one_row else start, 1 if one_row else stop)
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
         spec = self.header.tensors[name]
-        row_bytes = _numel(spec.shape[1:]) * spec.dtype.itemsize
-        return self._decode(spec.start + start * row_bytes, (stop - start, *spec.shape[1:]))
+        offset = self.header.data_start + _row_offset(spec, start)
+        return read_tensor(self._file.fileno(), offset, spec.dtype, (stop - start, *spec.shape[1:]), self._source)
 
-    def _decode(self, offset: int, shape: Shape) -> Tensor:
-        fd, begin = self._file.fileno(), self.header.data_start + offset
-        return self._codec.decode(read_tensor(fd, begin, self._codec.wire_dtype, shape, self._source))
+    def raw(self, name: str) -> Iterator[tuple[int, int]]:
+        """Where the bytes of a tensor are in the file, scales first: (offset, length)."""
+        for part in (scale_name(name), name) if self.forms[name].codec.scaled else (name,):
+            spec = self.header.tensors[part]
+            yield self.header.data_start + spec.start, spec.stop - spec.start
 
-    def check(self, expected: Shapes) -> None:
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """Bytes of the file. Raises PayloadError if it has become shorter."""
+        data = os.pread(self._file.fileno(), length, offset)
+        if len(data) != length:
+            raise PayloadError(f"{self._source}: truncated at byte {offset + len(data)}")
+        return data
+
+    def check(self, expected: Forms) -> None:
         """Raises PayloadError naming the tensor unless names, shapes and dtypes are those expected."""
-        tensors = self.header.tensors
-        if missing := [name for name in expected if name not in tensors]:
+        specs, tensors = wire_specs(expected), self.header.tensors
+        if missing := [name for name in specs if name not in tensors]:
             raise PayloadError(f"{self._source}: tensor {missing[0]} is missing ({len(missing)} in all)")
         for name, spec in tensors.items():
-            if name not in expected:
+            if name not in specs:
                 raise PayloadError(f"{self._source}: tensor {name[:200]} was not expected from this node")
-            if spec.shape != tuple(expected[name]):
-                raise PayloadError(f"{self._source}: {name} has shape {spec.shape}, expected {tuple(expected[name])}")
-            if spec.dtype != self._codec.wire_dtype:
-                raise PayloadError(f"{self._source}: {name} is {spec.dtype}, expected {self._codec.wire_dtype}")
+            dtype, shape = specs[name]
+            if spec.shape != shape:
+                raise PayloadError(f"{self._source}: {name} has shape {spec.shape}, expected {shape}")
+            if spec.dtype != dtype:
+                raise PayloadError(f"{self._source}: {name} is {spec.dtype}, expected {dtype}")
 
     def check_finite(self) -> None:
-        """Raises PayloadError naming the first tensor with a NaN or an infinity."""
-        for name, spec in self.header.tensors.items():
-            for start, stop in row_slices(spec.shape):
-                low, high = self.read_rows(name, start, stop).aminmax()
+        """Raises PayloadError naming the first tensor that would decode to a NaN or an infinity, or has a bad scale."""
+        for name, (shape, codec) in self.forms.items():
+            if codec.scaled:
+                self._check_scales(name)
+                continue
+            for start, stop in row_slices(shape):
+                low, high = self._rows(name, start, stop).aminmax()
                 if not (low.isfinite() and high.isfinite()):
                     raise PayloadError(f"{self._source}: {name} has NaN or infinite values")
+
+    def _check_scales(self, name: str) -> None:
+        scales = self._rows(scale_name(name), 0, self.header.tensors[scale_name(name)].shape[0])
+        # The largest that int8 can hold decides, so that the values themselves need not be read.
+        if not (scales.ge(0).all() and scales.mul(-INT8_LEVELS - 1).isfinite().all()):
+            raise PayloadError(f"{self._source}: {name} has a scale that is negative or gives infinite values")
 
     def close(self) -> None:
         self._file.close()

@@ -8,17 +8,11 @@ from pathlib import Path
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.faults import PayloadError, StaleRoundError
+from spes_mega.hub.forms import Form, data_bytes, in_fp32, payload_header, row_slices
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Presence, expected_back
-from spes_mega.hub.payload import (
-    CHUNK_BYTES,
-    Shape,
-    data_bytes,
-    payload_header,
-    piece_chunks,
-    row_slices,
-)
+from spes_mega.hub.payload import CHUNK_BYTES, piece_chunks
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, tokens_of
@@ -27,7 +21,6 @@ from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import Checkpoint
 from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.outer.codecs import FP32
 from spes_mega.outer.ownership import (
     Ownership,
     next_absent,
@@ -115,10 +108,11 @@ class Run:
         """For the pushes of the open round, whose ownership says what each node has to push."""
         ownership = self.ownership
 
-        def shapes_of(node: int) -> dict[str, Shape]:
-            return {name: self.shapes[name] for name in pushed_names(self.shapes, ownership, node, expert_of)}
+        def forms_of(node: int) -> dict[str, Form]:
+            names = pushed_names(self.shapes, ownership, node, expert_of)
+            return in_fp32({name: self.shapes[name] for name in names})
 
-        return Staging(self._store.pushes_dir(self.newest.round), shapes_of, FP32)
+        return Staging(self._store.pushes_dir(self.newest.round), forms_of)
 
     def receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
         """Take one push into the open round; returns whether it was there already.
@@ -170,12 +164,10 @@ class Run:
         if partial := have_round == record.round - 1 and node in record.nodes and self._keeps(node, record):
             left_out = set(private_names(names, self._trained(record), node, expert_of))
             names = [name for name in names if name not in left_out]
-        shapes = {name: self.shapes[name] for name in names}
-        header = payload_header(shapes, FP32)
-        total = len(header) + data_bytes(shapes, FP32)
-        opening = pb.PullOpening(
-            round=record.round, codec=FP32.name, total_bytes=total, full=not partial, absent=record.absent
-        )
+        forms = in_fp32({name: self.shapes[name] for name in names})
+        header = payload_header(forms)
+        total = len(header) + data_bytes(forms)
+        opening = pb.PullOpening(round=record.round, total_bytes=total, full=not partial, absent=record.absent)
         with self._store.open_state(record.round) as state:
             yield pb.PullReply(opening=opening)
             sent = 0
@@ -272,4 +264,4 @@ def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[byte
     yield header
     for name in names:
         for start, stop in row_slices(state.shape(name), budget=CHUNK_BYTES):
-            yield bytes_of(FP32.encode(state.read_rows(name, start, stop)))
+            yield bytes_of(state.read_rows(name, start, stop))

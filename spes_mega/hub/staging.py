@@ -11,11 +11,11 @@ from pathlib import Path
 
 from spes_mega.errors import HubRefusedError, StoreError
 from spes_mega.hub.faults import PayloadError
-from spes_mega.hub.payload import ChunkSink, Shapes, StoredPayload, data_bytes, header_limit
+from spes_mega.hub.forms import Forms, data_bytes, header_limit
+from spes_mega.hub.payload import ChunkSink, StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
 from spes_mega.hub.store import sync_directory
-from spes_mega.outer.codecs import Codec, codec_named
 
 _STAGED = re.compile(r"node-(\d{3,})\.safetensors")
 MAX_TOKENS = 10**15
@@ -25,11 +25,10 @@ Commit = Callable[[Callable[[], object]], None]
 class Staging:
     """The pushes of the open round, as files in one directory."""
 
-    def __init__(self, directory: Path, shapes_of: Callable[[int], Shapes], codec: Codec) -> None:
-        """`shapes_of(node)` gives the names and shapes that a node has to push."""
+    def __init__(self, directory: Path, forms_of: Callable[[int], Forms]) -> None:
+        """`forms_of(node)` gives the names, shapes and codecs of what a node has to push."""
         self._directory = directory
-        self._shapes_of = shapes_of
-        self._codec = codec
+        self._forms_of = forms_of
         self._lock = threading.Lock()
         self._checking = threading.Lock()  # one check at a time, so that memory does not grow with the nodes
 
@@ -54,22 +53,18 @@ class Staging:
             HubRefusedError: another payload of this node was committed in this round.
             StoreError: the disk is full.
         """
-        shapes = self._shapes_of(node)
-        self._check_opening(opening, shapes)
+        forms = self._forms_of(node)
+        self._check_opening(opening, forms)
         with self._partial(node, progress) as part:
             self._write(part, opening, chunks, progress)
             with self._checking:
-                self._check(part, node, shapes)
+                self._check(part, node, forms)
             with self._lock:
                 return self._commit(part, node, commit)
 
-    def _check_opening(self, opening: pb.PushOpening, shapes: Shapes) -> None:
-        try:
-            codec = codec_named(opening.codec)
-        except ValueError as e:
-            raise PayloadError(f"{e}"[:200]) from e
-        least = data_bytes(shapes, codec)
-        most = least + header_limit(shapes)
+    def _check_opening(self, opening: pb.PushOpening, forms: Forms) -> None:
+        least = data_bytes(forms)
+        most = least + header_limit(forms)
         if not least < opening.total_bytes <= most:
             raise PayloadError(
                 f"a push of {opening.total_bytes} bytes: the tensors of this node take {least}, with their header "
@@ -98,10 +93,10 @@ class Staging:
             sink.finish()
             os.fsync(file.fileno())
 
-    def _check(self, part: Path, node: int, shapes: Shapes) -> None:
-        payload = StoredPayload.open(part, self._codec, f"push of node {node}", header_limit(shapes))
+    def _check(self, part: Path, node: int, forms: Forms) -> None:
+        payload = StoredPayload.open(part, f"push of node {node}", header_limit(forms))
         try:
-            payload.check(shapes)
+            payload.check(forms)
             tokens_of(payload)
             payload.check_finite()
         finally:
@@ -124,7 +119,7 @@ class Staging:
             if match := _STAGED.fullmatch(path.name):
                 node = int(match[1])
                 try:
-                    self._check(path, node, self._shapes_of(node))
+                    self._check(path, node, self._forms_of(node))
                     sizes[node] = path.stat().st_size
                 except PayloadError as e:
                     path.unlink()
@@ -133,7 +128,7 @@ class Staging:
 
     def open(self, node: int) -> StoredPayload:
         """The committed push of a node."""
-        return StoredPayload.open(self.path(node), self._codec, f"push of node {node}")
+        return StoredPayload.open(self.path(node), f"push of node {node}")
 
 
 def tokens_of(payload: StoredPayload) -> int:

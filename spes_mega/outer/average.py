@@ -1,13 +1,14 @@
 """The mean over nodes: FedAvg, which is SGD with learning rate 1 on the mean pseudo-gradient."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 
-def average(parts: Iterable[Tensor]) -> Tensor:
-    """Mean of equally shaped fp32 tensors, as fp32.
+def average(parts: Iterable[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """Mean of equally shaped fp32 tensors, as fp32; weighted if `weights` are given and not all 0.
 
     Sums are in fp64, rounded once at the end, so that the mean of one tensor, or of equal ones, is that tensor bit
     for bit: sums of up to 2**29 equal fp32 values are exact in fp64. Parts are taken one at a time, so that memory
@@ -15,23 +16,26 @@ def average(parts: Iterable[Tensor]) -> Tensor:
     on the order in which they came.
 
     Raises:
-        ValueError: no parts, or parts of different shapes.
+        ValueError: no parts, parts of different shapes, or not one weight for each.
     """
-    total: Tensor | None = None
+    weighted = weights is not None and sum(weights) > 0
     first: Tensor | None = None
-    count = 0
-    for part in parts:
-        count += 1
+    total: Tensor | None = None
+    weight_sum: float = 0
+    for part, weight in zip(parts, weights if weights is not None else repeat(1), strict=weights is not None):
+        weight_sum += weight if weighted else 1
         if first is None:
-            first = part
+            first, first_weight = part, weight
             continue
         if part.shape != first.shape:
             raise ValueError(f"cannot average shapes {tuple(first.shape)} and {tuple(part.shape)}")
         if total is None:
             total = first.to(torch.float64)
-        total.add_(part)
+            if weighted:
+                total.mul_(first_weight)
+        total.add_(part, alpha=weight if weighted else 1)
     if first is None:
         raise ValueError("the mean of no tensors is not defined")
     if total is None:
         return first.to(torch.float32)
-    return total.div_(count).to(torch.float32)
+    return total.div_(weight_sum).to(torch.float32)

@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from hub.fabricated import assert_same, fabricate, make_recipe, merged, next_state, ownership, read_state, shapes_of
-from spes_mega.hub import aggregate, payload
+from spes_mega.hub import aggregate, forms
 from spes_mega.hub.aggregate import Merge, Mixture, merge_of, write_next_state
+from spes_mega.hub.forms import in_fp32
 from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.reader import open_checkpoint
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.outer.codecs import FP32
 
 
 def aggregated(tmp_path, recipe, pushes, merge=None):
@@ -21,8 +21,8 @@ def aggregated(tmp_path, recipe, pushes, merge=None):
     for node, tensors in pushes.items():
         path = tmp_path / f"push-{node}"
         with path.open("wb") as file:
-            write_payload(file, shapes_of(recipe, node), tensors.items(), FP32, {})
-        stored[node] = StoredPayload.open(path, FP32, f"push {node}")
+            write_payload(file, in_fp32(shapes_of(recipe, node)), tensors.items(), {})
+        stored[node] = StoredPayload.open(path, f"push {node}")
     with open_checkpoint(tmp_path / "old") as previous:
         mixture = Mixture(previous, stored, ownership(recipe))
         with CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer:
@@ -47,9 +47,9 @@ def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, n
 
 
 @pytest.mark.parametrize("experts", [1, 3, 4, 7])
-@pytest.mark.parametrize("budget", [payload.SLICE_BYTES, 600])
+@pytest.mark.parametrize("budget", [forms.SLICE_BYTES, 600])
 def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
-    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: payload.row_slices(*args, **kw, budget=budget))
+    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw, budget=budget))
     recipe = make_recipe(
         {
             "num_experts": experts,

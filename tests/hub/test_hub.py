@@ -1,10 +1,10 @@
 """The hub over real gRPC on loopback: rounds, what is refused, and what nodes are told."""
 
 import contextlib
-import io
 import json
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +20,7 @@ from spes_mega.hub import client as client_module
 from spes_mega.hub import server as server_module
 from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
+from spes_mega.hub.forms import in_fp32
 from spes_mega.hub.ledger import RoundRecord
 from spes_mega.hub.payload import CHUNK_BYTES, chunk_of, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
@@ -28,7 +29,6 @@ from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.layout.names import expert_of
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.outer.codecs import FP32
 
 TOKENS = {0: 100, 1: 23}
 
@@ -169,7 +169,7 @@ def test_a_faulty_push_is_refused_and_changes_nothing(start_hub, connect, tmp_pa
 
 
 def raw_push(client, chunks, total, **opening):
-    fields = {"caller": client._caller, "round": 0, "codec": "fp32", "total_bytes": total} | opening
+    fields = {"caller": client._caller, "round": 0, "total_bytes": total} | opening
     requests = [pb.PushRequest(opening=pb.PushOpening(**fields)), *(pb.PushRequest(chunk=c) for c in chunks)]
     return client._channel.call("Push", iter(requests), 10)
 
@@ -191,12 +191,10 @@ def test_streams_that_are_no_push_are_refused(start_hub, connect, tmp_path):
     ):
         with pytest.raises(PayloadError, match=message):
             raw_push(client, chunks, size)
-    with pytest.raises(PayloadError, match="unknown codec 'pickle'"):
-        raw_push(client, [], size, codec="pickle")
     with pytest.raises(PayloadError, match="a push of 1099511627776 bytes"):
         raw_push(client, [], 1 << 40)
     assert list((tmp_path / "state/pushes/000000").iterdir()) == []
-    assert len(client.status()["rejected"]) == 5
+    assert len(client.status()["rejected"]) == 4
 
 
 def test_the_same_push_again_is_accepted_and_another_one_refused(start_hub, connect):
@@ -528,10 +526,11 @@ def test_two_hubs_on_one_port_are_refused(start_hub, tmp_path):
 def stalled_push(client, recipe, node, go_on):
     """The requests of a push that stops in the middle until `go_on` is set."""
     shapes = shapes_of(recipe, node)
-    file = io.BytesIO()
-    size = write_payload(file, shapes, fabricate(recipe, node, 0).items(), FP32, {})
-    half, rest = file.getvalue()[: size // 2], file.getvalue()[size // 2 :]
-    opening = pb.PushOpening(caller=client._caller, round=0, codec="fp32", total_bytes=size)
+    with tempfile.TemporaryFile() as file:
+        size = write_payload(file, in_fp32(shapes), fabricate(recipe, node, 0).items(), {})
+        file.seek(0)
+        half, rest = file.read(size // 2), file.read()
+    opening = pb.PushOpening(caller=client._caller, round=0, total_bytes=size)
     yield pb.PushRequest(opening=opening)
     yield pb.PushRequest(chunk=chunk_of(0, half))
     go_on.wait(20)

@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from spes_mega.outer.average import average
-from spes_mega.outer.codecs import CODECS, codec_named
 
 TENSORS = hnp.arrays(
     np.float32, st.integers(1, 20), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -19,12 +18,30 @@ def test_mean_of_two_and_of_three():
     assert average([a, b, c]).tolist() == [3.0, 1.0]
 
 
+def test_weighted_by_hand_and_without_weight_all_count_alike():
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([5.0, -2.0])
+    assert average([a, b], [3, 1]).tolist() == [2.0, 1.0]
+    assert average([a, b], [0, 1]).tolist() == b.tolist()
+    assert average([a, b], [0, 0]).tolist() == [3.0, 0.0]
+    assert average([a], [0]).tolist() == a.tolist()
+    with pytest.raises(ValueError, match="shorter"):
+        average([a, b], [1])
+
+
+@settings(deadline=None)
+@given(TENSORS, st.lists(st.integers(0, 10**15), min_size=1, max_size=9))
+def test_the_weighted_mean_of_equal_tensors_is_that_tensor_bit_for_bit(values, weights):
+    x = torch.from_numpy(values)
+    assert torch.equal(average([x] * len(weights), weights), x)
+
+
 def test_inputs_stay_as_they_are():
     parts = [torch.tensor([1.0]), torch.tensor([3.0])]
     average(parts)
     assert [p.item() for p in parts] == [1.0, 3.0]
 
 
+@settings(deadline=None)
 @given(TENSORS, st.integers(1, 9))
 def test_the_mean_of_equal_tensors_is_that_tensor_bit_for_bit(values, count):
     x = torch.from_numpy(values)
@@ -58,16 +75,3 @@ def test_no_parts_and_other_shapes_are_refused():
         average([])
     with pytest.raises(ValueError, match=r"\(2,\) and \(1,\)"):
         average([torch.zeros(2), torch.zeros(1)])
-
-
-@given(TENSORS)
-def test_fp32_codec_is_the_identity(values):
-    codec = codec_named("fp32")
-    assert codec.decode(codec.encode(torch.from_numpy(values))).numpy().tobytes() == values.tobytes()
-
-
-def test_codecs_are_known_by_name():
-    assert CODECS["fp32"].wire_dtype == torch.float32
-    assert codec_named("fp32").encode(torch.ones(2, 2, dtype=torch.bfloat16).T).dtype == torch.float32
-    with pytest.raises(ValueError, match="unknown codec 'zip': known are fp32"):
-        codec_named("zip")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspes_mega/hub/proto/hub.proto\x12\x10spes_mega.hub.v1\"I\n\x06\x43\x61ller\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\"7\n\x0bJoinRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\"N\n\tJoinReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\x0e\n\x06pushed\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x03(\r\"4\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"j\n\x0bPushOpening\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\"q\n\x0bPushRequest\x12\x30\n\x07opening\x18\x01 \x01(\x0b\x32\x1d.spes_mega.hub.v1.PushOpeningH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.spes_mega.hub.v1.ChunkH\x00\x42\x06\n\x04part\"\x1d\n\tPushReply\x12\x10\n\x08repeated\x18\x01 \x01(\x08\"_\n\x0bPullRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\x17\n\nhave_round\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_have_round\"^\n\x0bPullOpening\x12\r\n\x05round\x18\x01 \x01(\r\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x05 \x03(\r\"o\n\tPullReply\x12\x30\n\x07opening\x18\x01 \x01(\x0b\x32\x1d.spes_mega.hub.v1.PullOpeningH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.spes_mega.hub.v1.ChunkH\x00\x42\x06\n\x04part\"Y\n\x0bWaitRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"*\n\tWaitReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\x02 \x03(\r\"8\n\x0cLeaveRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\"\x0c\n\nLeaveReply\"\x0f\n\rStatusRequest\"\xa6\x01\n\nNodeStatus\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x1e\n\x11last_pushed_round\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x62ytes_up\x18\x04 \x01(\x04\x12\x12\n\nbytes_down\x18\x05 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x06 \x01(\x08\x12\x0f\n\x07\x65xperts\x18\x07 \x03(\rB\x14\n\x12_last_pushed_round\"\xba\x01\n\x0bRoundStatus\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05nodes\x18\x03 \x03(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x62ytes_up\x18\x05 \x01(\x04\x12\x12\n\nbytes_down\x18\x06 \x01(\x04\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x18\n\x0bmerge_alpha\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x61\x62sent\x18\t \x03(\rB\x0e\n\x0c_merge_alpha\">\n\x0fRejectionStatus\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb8\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x12\n\nnum_rounds\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x0e\n\x06merges\x18\x07 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x08 \x03(\r\x12\x15\n\rround_seconds\x18\t \x01(\x01\x12+\n\x05nodes\x18\n \x03(\x0b\x32\x1c.spes_mega.hub.v1.NodeStatus\x12-\n\x06rounds\x18\x0b \x03(\x0b\x32\x1d.spes_mega.hub.v1.RoundStatus\x12\x33\n\x08rejected\x18\x0c \x03(\x0b\x32!.spes_mega.hub.v1.RejectionStatus2\xaf\x03\n\x03Hub\x12\x42\n\x04Join\x12\x1d.spes_mega.hub.v1.JoinRequest\x1a\x1b.spes_mega.hub.v1.JoinReply\x12\x44\n\x04Push\x12\x1d.spes_mega.hub.v1.PushRequest\x1a\x1b.spes_mega.hub.v1.PushReply(\x01\x12\x44\n\x04Pull\x12\x1d.spes_mega.hub.v1.PullRequest\x1a\x1b.spes_mega.hub.v1.PullReply0\x01\x12G\n\tWaitRound\x12\x1d.spes_mega.hub.v1.WaitRequest\x1a\x1b.spes_mega.hub.v1.WaitReply\x12\x45\n\x05Leave\x12\x1e.spes_mega.hub.v1.LeaveRequest\x1a\x1c.spes_mega.hub.v1.LeaveReply\x12H\n\x06Status\x12\x1f.spes_mega.hub.v1.StatusRequest\x1a\x1d.spes_mega.hub.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspes_mega/hub/proto/hub.proto\x12\x10spes_mega.hub.v1\"I\n\x06\x43\x61ller\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\"7\n\x0bJoinRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\"N\n\tJoinReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\x0e\n\x06pushed\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x03(\r\"4\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"[\n\x0bPushOpening\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"q\n\x0bPushRequest\x12\x30\n\x07opening\x18\x01 \x01(\x0b\x32\x1d.spes_mega.hub.v1.PushOpeningH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.spes_mega.hub.v1.ChunkH\x00\x42\x06\n\x04part\"\x1d\n\tPushReply\x12\x10\n\x08repeated\x18\x01 \x01(\x08\"_\n\x0bPullRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\x17\n\nhave_round\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_have_round\"O\n\x0bPullOpening\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x03(\r\"o\n\tPullReply\x12\x30\n\x07opening\x18\x01 \x01(\x0b\x32\x1d.spes_mega.hub.v1.PullOpeningH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.spes_mega.hub.v1.ChunkH\x00\x42\x06\n\x04part\"Y\n\x0bWaitRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"*\n\tWaitReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\x02 \x03(\r\"8\n\x0cLeaveRequest\x12(\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x18.spes_mega.hub.v1.Caller\"\x0c\n\nLeaveReply\"\x0f\n\rStatusRequest\"\xa6\x01\n\nNodeStatus\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x1e\n\x11last_pushed_round\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x62ytes_up\x18\x04 \x01(\x04\x12\x12\n\nbytes_down\x18\x05 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x06 \x01(\x08\x12\x0f\n\x07\x65xperts\x18\x07 \x03(\rB\x14\n\x12_last_pushed_round\"\xba\x01\n\x0bRoundStatus\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05nodes\x18\x03 \x03(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x62ytes_up\x18\x05 \x01(\x04\x12\x12\n\nbytes_down\x18\x06 \x01(\x04\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x18\n\x0bmerge_alpha\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x61\x62sent\x18\t \x03(\rB\x0e\n\x0c_merge_alpha\">\n\x0fRejectionStatus\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb8\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x12\n\nnum_rounds\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x0e\n\x06merges\x18\x07 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x08 \x03(\r\x12\x15\n\rround_seconds\x18\t \x01(\x01\x12+\n\x05nodes\x18\n \x03(\x0b\x32\x1c.spes_mega.hub.v1.NodeStatus\x12-\n\x06rounds\x18\x0b \x03(\x0b\x32\x1d.spes_mega.hub.v1.RoundStatus\x12\x33\n\x08rejected\x18\x0c \x03(\x0b\x32!.spes_mega.hub.v1.RejectionStatus2\xaf\x03\n\x03Hub\x12\x42\n\x04Join\x12\x1d.spes_mega.hub.v1.JoinRequest\x1a\x1b.spes_mega.hub.v1.JoinReply\x12\x44\n\x04Push\x12\x1d.spes_mega.hub.v1.PushRequest\x1a\x1b.spes_mega.hub.v1.PushReply(\x01\x12\x44\n\x04Pull\x12\x1d.spes_mega.hub.v1.PullRequest\x1a\x1b.spes_mega.hub.v1.PullReply0\x01\x12G\n\tWaitRound\x12\x1d.spes_mega.hub.v1.WaitRequest\x1a\x1b.spes_mega.hub.v1.WaitReply\x12\x45\n\x05Leave\x12\x1e.spes_mega.hub.v1.LeaveRequest\x1a\x1c.spes_mega.hub.v1.LeaveReply\x12H\n\x06Status\x12\x1f.spes_mega.hub.v1.StatusRequest\x1a\x1d.spes_mega.hub.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_start=263
   _globals['_CHUNK']._serialized_end=315
   _globals['_PUSHOPENING']._serialized_start=317
-  _globals['_PUSHOPENING']._serialized_end=423
-  _globals['_PUSHREQUEST']._serialized_start=425
-  _globals['_PUSHREQUEST']._serialized_end=538
-  _globals['_PUSHREPLY']._serialized_start=540
-  _globals['_PUSHREPLY']._serialized_end=569
-  _globals['_PULLREQUEST']._serialized_start=571
-  _globals['_PULLREQUEST']._serialized_end=666
-  _globals['_PULLOPENING']._serialized_start=668
-  _globals['_PULLOPENING']._serialized_end=762
-  _globals['_PULLREPLY']._serialized_start=764
-  _globals['_PULLREPLY']._serialized_end=875
-  _globals['_WAITREQUEST']._serialized_start=877
-  _globals['_WAITREQUEST']._serialized_end=966
-  _globals['_WAITREPLY']._serialized_start=968
-  _globals['_WAITREPLY']._serialized_end=1010
-  _globals['_LEAVEREQUEST']._serialized_start=1012
-  _globals['_LEAVEREQUEST']._serialized_end=1068
-  _globals['_LEAVEREPLY']._serialized_start=1070
-  _globals['_LEAVEREPLY']._serialized_end=1082
-  _globals['_STATUSREQUEST']._serialized_start=1084
-  _globals['_STATUSREQUEST']._serialized_end=1099
-  _globals['_NODESTATUS']._serialized_start=1102
-  _globals['_NODESTATUS']._serialized_end=1268
-  _globals['_ROUNDSTATUS']._serialized_start=1271
-  _globals['_ROUNDSTATUS']._serialized_end=1457
-  _globals['_REJECTIONSTATUS']._serialized_start=1459
-  _globals['_REJECTIONSTATUS']._serialized_end=1521
-  _globals['_STATUSREPLY']._serialized_start=1524
-  _globals['_STATUSREPLY']._serialized_end=1836
-  _globals['_HUB']._serialized_start=1839
-  _globals['_HUB']._serialized_end=2270
+  _globals['_PUSHOPENING']._serialized_end=408
+  _globals['_PUSHREQUEST']._serialized_start=410
+  _globals['_PUSHREQUEST']._serialized_end=523
+  _globals['_PUSHREPLY']._serialized_start=525
+  _globals['_PUSHREPLY']._serialized_end=554
+  _globals['_PULLREQUEST']._serialized_start=556
+  _globals['_PULLREQUEST']._serialized_end=651
+  _globals['_PULLOPENING']._serialized_start=653
+  _globals['_PULLOPENING']._serialized_end=732
+  _globals['_PULLREPLY']._serialized_start=734
+  _globals['_PULLREPLY']._serialized_end=845
+  _globals['_WAITREQUEST']._serialized_start=847
+  _globals['_WAITREQUEST']._serialized_end=936
+  _globals['_WAITREPLY']._serialized_start=938
+  _globals['_WAITREPLY']._serialized_end=980
+  _globals['_LEAVEREQUEST']._serialized_start=982
+  _globals['_LEAVEREQUEST']._serialized_end=1038
+  _globals['_LEAVEREPLY']._serialized_start=1040
+  _globals['_LEAVEREPLY']._serialized_end=1052
+  _globals['_STATUSREQUEST']._serialized_start=1054
+  _globals['_STATUSREQUEST']._serialized_end=1069
+  _globals['_NODESTATUS']._serialized_start=1072
+  _globals['_NODESTATUS']._serialized_end=1238
+  _globals['_ROUNDSTATUS']._serialized_start=1241
+  _globals['_ROUNDSTATUS']._serialized_end=1427
+  _globals['_REJECTIONSTATUS']._serialized_start=1429
+  _globals['_REJECTIONSTATUS']._serialized_end=1491
+  _globals['_STATUSREPLY']._serialized_start=1494
+  _globals['_STATUSREPLY']._serialized_end=1806
+  _globals['_HUB']._serialized_start=1809
+  _globals['_HUB']._serialized_end=2240
 # @@protoc_insertion_point(module_scope)

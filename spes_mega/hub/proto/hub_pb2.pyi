@@ -47,16 +47,14 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., crc32: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PushOpening(_message.Message):
-    __slots__ = ("caller", "round", "codec", "total_bytes")
+    __slots__ = ("caller", "round", "total_bytes")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     round: int
-    codec: str
     total_bytes: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("opening", "chunk")
@@ -81,18 +79,16 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., have_round: _Optional[int] = ...) -> None: ...
 
 class PullOpening(_message.Message):
-    __slots__ = ("round", "codec", "total_bytes", "full", "absent")
+    __slots__ = ("round", "total_bytes", "full", "absent")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     round: int
-    codec: str
     total_bytes: int
     full: bool
     absent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., codec: _Optional[str] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("opening", "chunk")
