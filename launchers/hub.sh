@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The hub of a run. It continues where it was when it is started again with the same state directory.
-#   SPES_MEGA_TOKEN=… launchers/hub.sh RECIPE STATE_DIR [INIT_DIR] [more options of `spes-mega hub`]
+#   launchers/hub.sh RECIPE STATE_DIR [INIT_DIR] --keys DIR/hub [more options of `spes-mega hub`]
 # LISTEN=HOST:PORT, default 0.0.0.0:7070.
 set -euo pipefail
 if [ $# -lt 2 ]; then

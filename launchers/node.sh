@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One node of a run: all GPUs of this machine, under the deepspeed launcher.
-#   SPES_MEGA_TOKEN=… launchers/node.sh RECIPE NODE HUB_HOST:PORT [more options of `spes-mega launch`]
+#   launchers/node.sh RECIPE NODE HUB_HOST:PORT --keys DIR/node-NODE [more options of `spes-mega launch`]
 # It starts again after a failure that is not the user's to repair (a lost hub, a machine out of memory),
 # up to RETRIES times (default 3), RETRY_SECONDS apart (default 30).
 set -uo pipefail

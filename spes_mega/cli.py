@@ -17,6 +17,7 @@ COMMANDS = {
     "recipe": ("spes_mega.tools.recipe:command", "Explain every field of a recipe, with its value or default."),
     "convert": ("spes_mega.tools.convert:command", "Write a checkpoint as another family, dtype or format."),
     "inspect": ("spes_mega.tools.inspect:command", "Show what a checkpoint is, and how alike its experts are."),
+    "keys": ("spes_mega.tools.keys:command", "Make the keys of a run: certificates, and a token for each node."),
     "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),
     "launch": ("spes_mega.node.launch:command", "Train as one node of a run, under the deepspeed launcher."),
     "status": ("spes_mega.tools.status:command", "Show what a running hub is doing."),

@@ -9,16 +9,18 @@ from spes_mega.errors import CheckpointError
 HEAVY = ("torch", "megatron", "deepspeed", "grpc", "numpy", "pydantic", "transformers", "rich")
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize(("command", "needed"), [("", []), ("status", ["grpc"]), ("keys", [])])
+def test_what_has_to_answer_at_once_imports_nothing_heavy(command, needed):
     code = (
         "import sys\n"
         "from spes_mega.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        f"try:\n    main([*{command.split()!r}, '--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
         f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules])\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "HEAVY []" in result.stdout
-    assert all(name in result.stdout for name in COMMANDS)
+    assert f"HEAVY {needed}" in result.stdout
+    if not command:
+        assert all(name in result.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

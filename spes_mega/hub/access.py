@@ -1,18 +1,49 @@
-"""Who may speak to the hub: one shared token, and no open port without it."""
+"""What a caller shows the hub, and what either side refuses to do over a line that others can read.
 
-import hmac
+Imports neither torch nor gRPC: `spes-mega status` and `spes-mega launch` answer at once.
+"""
+
 import ipaddress
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import grpc
 
 from spes_mega.errors import HubRefusedError
+from spes_mega.hub.keys import CallerTls, read_caller
 
 TOKEN_VARIABLE = "SPES_MEGA_TOKEN"
-_HEALTH = "/grpc.health.v1.Health/"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a caller shows: its token, and with TLS whom it trusts and who it is."""
+
+    token: str | None = None
+    tls: CallerTls | None = None
+
+
+OPEN = Access()
+"""Nothing to show: a hub on loopback without a token."""
+
+
+def read_access(address: str, keys: Path | None, token_file: Path | None, insecure: bool) -> Access:
+    """What to show the hub at `address`: the keys in the directory `keys`, and the token there, or a shared one.
+
+    Raises:
+        HubRefusedError: keys or token cannot be used; or the hub is on another machine, there are no keys, and the
+            caller did not say `insecure`.
+    """
+    token = read_token(token_file) if token_file or keys is None else None
+    if keys is not None:
+        kept, tls = read_caller(keys)
+        return Access(token or kept or read_token(None), tls)
+    if not (insecure or _is_loopback(_host_port(address, "--hub")[0])):
+        raise HubRefusedError(
+            f"--hub {address} is another machine, and without --keys everyone on the way can read and change what is "
+            "sent: give --keys DIR (`spes-mega keys new` makes one for each node), or say --insecure if a VPN or a "
+            "tunnel protects the line"
+        )
+    return Access(token)
 
 
 def read_token(token_file: Path | None) -> str | None:
@@ -37,16 +68,26 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
-def check_listen(address: str, token: str | None) -> None:
-    """Raises HubRefusedError if `address` can be reached from other machines and there is no token."""
+def check_listen(address: str, *, token: bool, encrypted: bool, insecure: bool = False) -> None:
+    """Raises HubRefusedError if other machines can reach `address`, and there is no token, or nobody said `insecure`
+    where the line is not encrypted."""
+    if _is_loopback(_host_port(address, "--listen")[0]):
+        return
+    open_to = f"--listen {address} can be reached by other machines"
+    if not token:
+        raise HubRefusedError(f"{open_to}, so a token is needed: give --keys or --token-file, or set {TOKEN_VARIABLE}")
+    if not (encrypted or insecure):
+        raise HubRefusedError(
+            f"{open_to}, and the line would not be encrypted: give --keys DIR (`spes-mega keys new` makes it), or say "
+            "--insecure if a VPN or tunnels protect it"
+        )
+
+
+def _host_port(address: str, option: str) -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
-        raise HubRefusedError(f"--listen {address}: expected HOST:PORT")
-    if token is None and not _is_loopback(host.strip("[]")):
-        raise HubRefusedError(
-            f"--listen {address} can be reached by other machines, so a token is needed: "
-            f"give --token-file, or set {TOKEN_VARIABLE}"
-        )
+        raise HubRefusedError(f"{option} {address}: expected HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 def _is_loopback(host: str) -> bool:
@@ -54,26 +95,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses calls without the token; health checks need none."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-        self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
-
-    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        given = dict(call.invocation_metadata).get("authorization", "")
-        given = given.encode() if isinstance(given, str) else given
-        if call.method.startswith(_HEALTH) or hmac.compare_digest(given, self._expected):
-            return continuation(call)
-        return self._refusal
-
-
-def _refuse(requests: Any, context: grpc.ServicerContext) -> NoReturn:
-    context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        f"the token is missing or wrong: give the hub's with --token-file or {TOKEN_VARIABLE}",
-    )
-    raise AssertionError("abort raises")

@@ -1,4 +1,4 @@
-"""The node's line to the hub: channel options, token, retries with backoff, errors."""
+"""The node's line to the hub: channel options, TLS, token, retries with backoff, errors."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,10 @@ import grpc
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from spes_mega.errors import DeadlineError
+from spes_mega.hub.access import Access
 from spes_mega.hub.faults import TRANSIENT, PayloadError, error_of
+from spes_mega.hub.handshake import check_handshake
+from spes_mega.hub.keys import CallerTls
 from spes_mega.hub.proto.hub_pb2_grpc import HubStub
 
 T = TypeVar("T")
@@ -42,11 +45,12 @@ class Limit:
 class Channel:
     """Calls the hub's methods; what is transient is tried again until `limit` is over."""
 
-    def __init__(self, address: str, token: str | None, limit: Limit) -> None:
+    def __init__(self, address: str, access: Access, limit: Limit) -> None:
         self.address = address
         self.limit = limit
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._tls = access.tls
+        self._metadata = (("authorization", f"Bearer {access.token}"),) if access.token else ()
+        self._channel = _open(address, access.tls)
         self._stub = HubStub(self._channel)
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
@@ -71,9 +75,17 @@ class Channel:
             retry_error_callback=lambda state: self._give_up(state, limit),
         )
         try:
-            return policy(attempt)
+            return policy(self._checked, attempt)
         except grpc.RpcError as e:
             raise error_of(e, self.address) from e
+
+    def _checked(self, attempt: Callable[[], T]) -> T:
+        try:
+            return attempt()
+        except grpc.RpcError as e:
+            if e.code() == grpc.StatusCode.UNAVAILABLE:
+                check_handshake(self.address, self._tls)
+            raise
 
     def _give_up(self, state: RetryCallState, limit: Limit) -> Any:
         last = state.outcome.exception() if state.outcome else None
@@ -85,6 +97,13 @@ class Channel:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _open(address: str, tls: CallerTls | None) -> Any:
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
 
 def attempt_s(timeout_s: float, end: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self, cast
 from torch import Tensor
 
 from spes_mega.errors import DeadlineError, HubRefusedError
-from spes_mega.hub.access import TOKEN_VARIABLE, read_token
+from spes_mega.hub.access import OPEN, Access
 from spes_mega.hub.channel import Channel, Limit, attempt_s
 from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.forms import Shape, in_fp32
@@ -26,14 +26,12 @@ from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
 from spes_mega.recipe import Recipe
 
 __all__ = [
-    "TOKEN_VARIABLE",
     "HubClient",
     "HubRefusedError",
     "Joined",
     "PayloadError",
     "Pulled",
     "StaleRoundError",
-    "read_token",
 ]
 ATTEMPT_S = 30.0
 """Seconds for an answer that the hub gives at once; then the same is asked again."""
@@ -104,7 +102,7 @@ class HubClient:
         node: int,
         digest: str,
         *,
-        token: str | None = None,
+        access: Access = OPEN,
         rpc_deadline_s: float = 600.0,
         rpc_setting: str = "",
         wait_deadline_s: float = 24 * 3600.0,
@@ -116,7 +114,7 @@ class HubClient:
         What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
         name these limits in messages.
         """
-        self._channel = Channel(address, token, Limit(rpc_deadline_s, rpc_setting))
+        self._channel = Channel(address, access, Limit(rpc_deadline_s, rpc_setting))
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
         self._spool_dir = spool_dir
@@ -127,7 +125,7 @@ class HubClient:
 
     @classmethod
     def for_recipe(
-        cls, recipe: Recipe, address: str, node: int, *, token: str | None = None, spool_dir: Path | None = None
+        cls, recipe: Recipe, address: str, node: int, *, access: Access = OPEN, spool_dir: Path | None = None
     ) -> Self:
         """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
         spes = recipe.spes
@@ -135,7 +133,7 @@ class HubClient:
             address,
             node,
             recipe.digest(),
-            token=token,
+            access=access,
             rpc_deadline_s=spes.rpc_deadline_s,
             rpc_setting="spes.rpc_deadline_s",
             wait_deadline_s=spes.join_deadline_s + 2 * spes.round_deadline_s + spes.rpc_deadline_s,

@@ -9,6 +9,8 @@ import click
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
 from spes_mega.hub.allocator import return_large_blocks
 from spes_mega.hub.console import Console
+from spes_mega.hub.guard import Guard
+from spes_mega.hub.keys import read_hub
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.recipe import load_recipe
@@ -24,7 +26,10 @@ EXISTING = click.Path(exists=True, path_type=Path)
     "--state", type=STATE, required=True, help="Directory of the run's rounds; a hub goes on from what it holds."
 )
 @click.option("--listen", default="127.0.0.1:7070", show_default=True, help="HOST:PORT; port 0 takes a free one.")
-@click.option("--token-file", type=EXISTING, help=f"File with the shared token; or set {TOKEN_VARIABLE}.")
+@click.option("--keys", type=STATE, help="Directory with the hub's keys: TLS, and a token for each node.")
+@click.option("--mutual-tls", is_flag=True, help="Nodes have to show the certificates of their keys too.")
+@click.option("--token-file", type=EXISTING, help=f"File with a token that all nodes share; or set {TOKEN_VARIABLE}.")
+@click.option("--insecure", is_flag=True, help="Listen to other machines without TLS, as behind a VPN.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override a field of the recipe."
 )
@@ -34,7 +39,10 @@ def command(
     init: Path | None,
     state: Path,
     listen: str,
+    keys: Path | None,
+    mutual_tls: bool,
     token_file: Path | None,
+    insecure: bool,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -48,20 +56,21 @@ def command(
     return_large_blocks()
     console = Console(as_json)
     loaded = load_recipe(recipe, overrides)
-    token = read_token(token_file)
-    check_listen(listen, token)
+    shared = read_token(token_file) if token_file or keys is None else None
+    guard = Guard.of(read_hub(keys) if keys else None, shared, mutual_tls)
+    check_listen(listen, token=bool(guard.callers), encrypted=guard.keys is not None, insecure=insecure)
+    server = HubServer(loaded, listen, guard, console)
     run = Run(loaded, state, init, console)
-    server = HubServer(run, listen, token, console)
-    _stop_on_signals(server)
-    finished = server.serve()
+    _stop_on_signals(run)
+    finished = server.serve(run)
     text = f"run finished at round {run.newest.round}" if finished else f"hub stopped at round {run.newest.round}"
     console.say("end", text, finished=finished, round=run.newest.round)
 
 
-def _stop_on_signals(server: HubServer) -> None:
+def _stop_on_signals(run: Run) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once; the state stays whole
-        server.stop()
+        run.rounds.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

@@ -49,6 +49,6 @@ def error_of(call: grpc.RpcError, address: str) -> SpesError:
     kind = dict(call.trailing_metadata() or ()).get(KIND_KEY)
     if kind in _KINDS:
         return _KINDS[kind][0](call.details())
-    if call.code() == grpc.StatusCode.UNAUTHENTICATED:
+    if call.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return HubRefusedError(f"hub at {address}: {call.details()}")
     return SpesError(f"hub at {address}: {call.code().name}: {call.details()}")

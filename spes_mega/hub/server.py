@@ -7,13 +7,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spes_mega.errors import HubRefusedError, SpesError, StoreError
-from spes_mega.hub.access import TokenInterceptor, check_listen
 from spes_mega.hub.console import Console
+from spes_mega.hub.guard import Guard, TokenInterceptor
 from spes_mega.hub.members import Presence
 from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
 from spes_mega.hub.service import HubService
+from spes_mega.recipe import Recipe
 
 FAREWELL_S = 2.0
 """How long a failed hub goes on answering, so that its nodes learn why."""
@@ -33,39 +34,46 @@ SERVER_OPTIONS = (
 
 
 class HubServer:
-    """Serves a run on a port until it is finished, fails, or is stopped."""
+    """Takes a port, and serves a run there until it is finished, fails, or is stopped."""
 
-    def __init__(self, run: Run, listen: str, token: str | None, console: Console) -> None:
-        """Raises HubRefusedError: the address is not free, or is open to other machines without a token."""
-        check_listen(listen, token)
-        self._run = run
+    _run: Run
+
+    def __init__(self, recipe: Recipe, listen: str, guard: Guard, console: Console) -> None:
+        """Raises HubRefusedError: the address is not free."""
+        self._guard = guard
         self._console = console
         # A node has at most a long poll, two uploads and a download at a time; status and health come on top.
-        workers = min(MAX_WORKERS, 4 * run.recipe.spes.num_nodes + 8)
+        workers = min(MAX_WORKERS, 4 * recipe.spes.num_nodes + 8)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
-            interceptors=[TokenInterceptor(token)] if token else [],
+            interceptors=[TokenInterceptor(guard)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=2 * workers,
         )
-        add_HubServicer_to_server(HubService(run), self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = self._bind(listen)
 
     def _bind(self, listen: str) -> str:
         try:
-            port = self._server.add_insecure_port(listen)
+            credentials = self._guard.credentials()
+            port = (
+                self._server.add_insecure_port(listen)
+                if credentials is None
+                else self._server.add_secure_port(listen, credentials)
+            )
         except RuntimeError as e:
             raise HubRefusedError(f"--listen {listen}: cannot listen there: is the port in use?") from e
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    def serve(self) -> bool:
+    def serve(self, run: Run) -> bool:
         """Close rounds until the run is finished (True) or `stop` is called (False).
 
         Raises:
             SpesError: why the run cannot go on; nodes are told before this returns.
         """
+        self._run = run
+        add_HubServicer_to_server(HubService(run, self._guard), self._server)
         self._server.start()
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._console.say("listening", f"hub listening on {self.address}", address=self.address)
@@ -80,10 +88,6 @@ class HubServer:
             raise self._farewell(e) from e
         finally:
             self._end()
-
-    def stop(self) -> None:
-        """Ask `serve` to return soon; may be called from a signal handler."""
-        self._run.rounds.stop()
 
     def _close_rounds(self) -> None:
         rounds, spes = self._run.rounds, self._run.recipe.spes

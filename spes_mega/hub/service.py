@@ -9,6 +9,7 @@ import grpc
 
 from spes_mega.errors import HubRefusedError, SpesError
 from spes_mega.hub.faults import PayloadError, answer_with
+from spes_mega.hub.guard import Guard
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
 from spes_mega.hub.protocol import PROTOCOL
@@ -39,14 +40,15 @@ def _answering(method: Method) -> Method:
 class HubService(HubServicer):
     """Serves one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, guard: Guard) -> None:
         self._run = run
+        self._guard = guard
         self._digest = run.recipe.digest()
         self._uploads = [threading.Semaphore(MAX_UPLOADS) for _ in range(run.recipe.spes.num_nodes)]
 
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        node = self._identify(request.caller)
+        node = self._identify(request.caller, context)
         rounds = self._run.rounds
         rounds.join(node, request.caller.session)
         newest = self._run.newest
@@ -75,7 +77,7 @@ class HubService(HubServicer):
     def _push(
         self, opening: pb.PushOpening, requests: Iterator[pb.PushRequest], context: grpc.ServicerContext
     ) -> pb.PushReply:
-        node = self._check(opening.caller)
+        node = self._check(opening.caller, context)
         if not self._uploads[node].acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"node {node} has {MAX_UPLOADS} uploads under way")
         try:
@@ -85,7 +87,7 @@ class HubService(HubServicer):
 
     def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[pb.PullReply]:
         try:
-            node = self._check(request.caller)
+            node = self._check(request.caller, context)
             yield from self._run.send(node, request.have_round if request.HasField("have_round") else None)
         except SpesError as e:
             answer_with(context, e)
@@ -94,7 +96,7 @@ class HubService(HubServicer):
 
     @_answering
     def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
-        self._check(request.caller)
+        self._check(request.caller, context)
         timeout_s = min(max(request.timeout_s, 0.0), MAX_WAIT_S)
         self._run.rounds.wait_round(request.round, timeout_s)
         newest = self._run.newest
@@ -102,7 +104,7 @@ class HubService(HubServicer):
 
     @_answering
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        self._run.rounds.leave(self._identify(request.caller), request.caller.session)
+        self._run.rounds.leave(self._identify(request.caller, context), request.caller.session)
         return pb.LeaveReply()
 
     @_answering
@@ -135,8 +137,8 @@ class HubService(HubServicer):
             rejected=[pb.RejectionStatus(**rejection) for rejection in kept["rejected"]],
         )
 
-    def _identify(self, caller: pb.Caller) -> int:
-        """The node that calls. Raises HubRefusedError unless it speaks of the same run."""
+    def _identify(self, caller: pb.Caller, context: grpc.ServicerContext) -> int:
+        """The node that calls. Raises HubRefusedError unless it is that node, and speaks of the same run."""
         num_nodes = self._run.recipe.spes.num_nodes
         if caller.protocol != PROTOCOL:
             raise HubRefusedError(
@@ -150,9 +152,10 @@ class HubService(HubServicer):
             )
         if caller.node >= num_nodes:
             raise HubRefusedError(f"there is no node {caller.node}: spes.num_nodes is {num_nodes} (0..{num_nodes - 1})")
+        self._guard.check_node(caller.node, context)
         return int(caller.node)
 
-    def _check(self, caller: pb.Caller) -> int:
-        node = self._identify(caller)
+    def _check(self, caller: pb.Caller, context: grpc.ServicerContext) -> int:
+        node = self._identify(caller, context)
         self._run.rounds.heard(node, caller.session)
         return node

@@ -93,6 +93,8 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
     recipe = load_recipe(node.recipe, node.overrides)  # the ranks check again; this one answers at once
     check_node(recipe, node.node, node.hub)
     training_data(recipe)
+    if node.hub is not None:
+        node.access()
     launched = Launched(launcher_arguments(node, ranks, port or free_port()))
     for signum in STOP_SIGNALS:
         signal.signal(signum, launched.stop)

@@ -79,17 +79,17 @@ class _Node:
 
             yield LoneNode(self.recipe, self.ranks, self.options.out, self.options.init)
             return
-        from spes_mega.hub.client import HubClient, read_token
+        from spes_mega.hub.client import HubClient
         from spes_mega.node.hub_node import HubNode
 
         client = None
-        token = self.ranks.agree(lambda: read_token(self.options.token_file))
+        access = self.ranks.agree(self.options.access)
         if self.ranks.leads:
             client = HubClient.for_recipe(
                 self.recipe,
                 self.options.hub,
                 self.options.node,
-                token=token,
+                access=access,
                 spool_dir=self.options.out,
             )
         source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say)

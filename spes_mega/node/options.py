@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from spes_mega.hub.access import Access, read_access
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -20,7 +22,9 @@ class NodeOptions:
     hub: str | None
     out: Path
     init: Path | None
+    keys: Path | None
     token_file: Path | None
+    insecure: bool
     overrides: tuple[str, ...]
 
     @classmethod
@@ -35,6 +39,11 @@ class NodeOptions:
             overrides = (*overrides, f"data.train={json.dumps(str(data.resolve()))}")
         return cls(out=out, overrides=overrides, **options)
 
+    def access(self) -> Access:
+        """What to show the hub. Raises HubRefusedError if keys or token cannot be used, or the line needs keys."""
+        assert self.hub is not None
+        return read_access(self.hub, self.keys, self.token_file, self.insecure)
+
     def arguments(self) -> list[str]:
         """The command line that says the same."""
         pairs = {
@@ -42,10 +51,12 @@ class NodeOptions:
             "--hub": self.hub,
             "--out": self.out,
             "--init": self.init,
+            "--keys": self.keys,
             "--token-file": self.token_file,
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
-        return [str(self.recipe), *given, *(part for text in self.overrides for part in ("--set", text))]
+        insecure = ["--insecure"] if self.insecure else []
+        return [str(self.recipe), *given, *insecure, *(part for text in self.overrides for part in ("--set", text))]
 
 
 def node_options(command: Command) -> Command:
@@ -59,7 +70,9 @@ def node_options(command: Command) -> Command:
             click.option("--data", type=path, metavar="PREFIX", help="this node's training data, for data.train"),
             click.option("--out", type=path, help="for metrics and results  [default: runs/node-K]"),
             click.option("--init", type=path, help="without a hub: checkpoint directory to start from, not the seed"),
-            click.option("--token-file", type=path, help="the hub's token  [default: $SPES_MEGA_TOKEN]"),
+            click.option("--keys", type=path, metavar="DIR", help="this node's keys: TLS, and its token"),
+            click.option("--token-file", type=path, help="a token that all nodes share  [default: $SPES_MEGA_TOKEN]"),
+            click.option("--insecure", is_flag=True, help="speak to a hub on another machine without TLS"),
             click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field"),
         )
     ):

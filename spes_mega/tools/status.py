@@ -7,19 +7,23 @@ from typing import Any
 
 import click
 
-from spes_mega.hub.client import TOKEN_VARIABLE, HubClient, read_token
+from spes_mega.hub.access import TOKEN_VARIABLE, read_access
+from spes_mega.hub.status import read_status
 from spes_mega.outer.ownership import ranges
 
 
 @click.command("status")
 @click.option("--hub", "address", required=True, metavar="HOST:PORT", help="Where the hub listens.")
+@click.option("--keys", type=click.Path(path_type=Path), help="Directory with keys: DIR/watch, or those of a node.")
 @click.option("--token-file", type=click.Path(path_type=Path), help=f"File with the token; or set {TOKEN_VARIABLE}.")
+@click.option("--insecure", is_flag=True, help="Speak to another machine without TLS.")
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for a hub that does not answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(address: str, token_file: Path | None, timeout: float, as_json: bool) -> None:
+def command(
+    address: str, keys: Path | None, token_file: Path | None, insecure: bool, timeout: float, as_json: bool
+) -> None:
     """Show the round, the nodes, merges, and pushes that were refused and why."""
-    with HubClient(address, 0, "", token=read_token(token_file), rpc_deadline_s=timeout) as client:
-        status = client.status()
+    status = read_status(address, read_access(address, keys, token_file, insecure), timeout)
     click.echo(json.dumps(status) if as_json else "\n".join(describe(status)))
 
 

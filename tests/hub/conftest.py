@@ -5,18 +5,20 @@ import threading
 import pytest
 
 from spes_mega.hub import server as server_module
+from spes_mega.hub.access import Access
 from spes_mega.hub.client import HubClient
 from spes_mega.hub.console import Console
+from spes_mega.hub.guard import Guard
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 
 
 class RunningHub:
-    def __init__(self, recipe, state, *, init=None, token=None):
+    def __init__(self, recipe, state, *, init=None, token=None, guard=None, listen="127.0.0.1:0"):
         self.recipe = recipe
         self.state = state
+        self.server = HubServer(recipe, listen, guard or Guard.of(None, token, False), Console())
         self.run = Run(recipe, state, init, Console())
-        self.server = HubServer(self.run, "127.0.0.1:0", token, Console())
         self.address = self.server.address
         self.error = None
         self.finished = None
@@ -25,7 +27,7 @@ class RunningHub:
 
     def _serve(self):
         try:
-            self.finished = self.server.serve()
+            self.finished = self.server.serve(self.run)
         except Exception as e:
             self.error = e
 
@@ -35,7 +37,7 @@ class RunningHub:
         return self
 
     def stop(self):
-        self.server.stop()
+        self.run.rounds.stop()
         return self.join()
 
 
@@ -62,8 +64,9 @@ def start_hub(tmp_path):
 def connect():
     clients = []
 
-    def connect(hub, node, *, recipe=None, token=None):
-        clients.append(HubClient.for_recipe(recipe or hub.recipe, hub.address, node, token=token))
+    def connect(hub, node, *, recipe=None, token=None, access=None):
+        access = access or Access(token)
+        clients.append(HubClient.for_recipe(recipe or hub.recipe, hub.address, node, access=access))
         return clients[-1]
 
     yield connect

@@ -21,11 +21,11 @@ from spes_mega.hub import server as server_module
 from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
 from spes_mega.hub.forms import in_fp32
+from spes_mega.hub.guard import Guard
 from spes_mega.hub.ledger import RoundRecord
 from spes_mega.hub.payload import CHUNK_BYTES, chunk_of, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.rounds import Rounds
-from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.layout.names import expert_of
 from spes_mega.layout.writer import CheckpointWriter
@@ -515,12 +515,10 @@ def test_a_wait_that_ends_without_the_round_names_its_own_limit(start_hub, silen
             client.status()
 
 
-def test_two_hubs_on_one_port_are_refused(start_hub, tmp_path):
+def test_two_hubs_on_one_port_are_refused(start_hub):
     hub = start_hub(make_recipe())
-    run = Run(make_recipe(), tmp_path / "second", None, Console())
     with pytest.raises(HubRefusedError, match="is the port in use"):
-        HubServer(run, hub.address, None, Console())
-    run.close()
+        HubServer(make_recipe(), hub.address, Guard(), Console())
 
 
 def stalled_push(client, recipe, node, go_on):

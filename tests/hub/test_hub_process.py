@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
+from spes_mega.hub.access import Access
 from spes_mega.hub.client import HubClient
 from spes_mega.tools.status import command as status_command
 
@@ -57,7 +58,7 @@ class HubProcess:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
     def client(self, node):
-        return HubClient.for_recipe(self.recipe, self.address, node, token=TOKEN)
+        return HubClient.for_recipe(self.recipe, self.address, node, access=Access(TOKEN))
 
 
 @pytest.fixture

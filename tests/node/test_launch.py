@@ -33,9 +33,14 @@ def parse(*arguments):
 
 
 def test_options_survive_the_way_through_the_launcher():
-    options = parse("r.yaml", "--node", "3", "--hub", "h:1", "--token-file", "t", "--set", "a.b=1", "--set", "c=[2]")
+    options = parse(
+        "r.yaml", "--node", "3", "--hub", "h:1", "--token-file", "t", "--insecure", "--set", "a.b=1", "--set", "c=[2]"
+    )
     assert options.out == Path("runs/node-3")
     assert parse(*options.arguments()) == options
+    keyed = parse("r.yaml", "--hub", "h:1", "--keys", "k")
+    assert keyed.keys == Path("k")
+    assert parse(*keyed.arguments()) == keyed
     alone = parse("r.yaml", "--init", "dir", "--out", "here")
     assert (alone.node, alone.hub) == (0, None)
     assert parse(*alone.arguments()) == alone
