@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from spes_mega.errors import RecipeError
 
@@ -67,6 +68,17 @@ class ModelSection(Section):
     norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = False
     init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn weights")
+    frozen_dtype: Literal["bf16", "fp32", "train"] = Field(
+        default="bf16",
+        json_schema_extra=LOCAL,
+        description="of the weights of experts that a node does not train, which it holds once; train: train.dtype",
+    )
+    implementation: Literal["auto", "transformer_engine", "local"] = Field(
+        default="auto",
+        json_schema_extra=LOCAL,
+        description="modules that the model is built of; auto: Transformer Engine's where they are installed and CUDA "
+        "is there, else local ones",
+    )
 
     @property
     def is_moe(self) -> bool:
@@ -183,6 +195,12 @@ class TrainSection(Section):
     logit_z_loss_coeff: float = Field(default=1e-5, ge=0, description="weight of the z-loss on the output logits")
     dtype: Literal["fp32", "bf16"] = Field(default="bf16", json_schema_extra=LOCAL)
     zero_stage: Literal[1, 2, 3] = Field(default=1, json_schema_extra=LOCAL, description="DeepSpeed ZeRO stage")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        json_schema_extra=LOCAL,
+        description="activations computed again in the backward pass instead of being kept; selective: those inside "
+        "feed-forward networks and experts; full: all but the inputs of layers",
+    )
     seed: int = Field(default=1234, ge=0, description="of weights drawn at the start and of the order of the data")
     log_every: Positive = Field(default=10, json_schema_extra=LOCAL, description="steps between two console lines")
 
@@ -295,9 +313,16 @@ class Recipe(Section):
                 "model.top_k 1 with norm_topk_prob: true makes every router weight 1, so the router gets no "
                 "gradient: set model.norm_topk_prob: false, or top_k to at least 2"
             )
+        if self.model.frozen_dtype == "fp32" and self.train.dtype == "bf16":
+            raise ValueError("model.frozen_dtype fp32 is wider than train.dtype bf16: use bf16 or train")
         if isinstance(self.spes.ownership, tuple):
             self._check_ownership(self.spes.ownership)
         return self
+
+    @property
+    def frozen_dtype(self) -> Literal["fp32", "bf16"]:
+        """Of the weights of frozen experts."""
+        return self.train.dtype if self.model.frozen_dtype == "train" else self.model.frozen_dtype
 
     def _check_ownership(self, lists: tuple[tuple[int, ...], ...]) -> None:
         owned = {expert for experts in lists for expert in experts}
@@ -327,12 +352,17 @@ class Recipe(Section):
 def _agreed(section: BaseModel) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("local"):
+        if is_local(field):
             continue
         value = getattr(section, name)
         out[name] = _agreed(value) if isinstance(value, BaseModel) else value
     return out
+
+
+def is_local(field: FieldInfo) -> bool:
+    """Whether a field may differ from node to node."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("local"))
 
 
 def load_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:

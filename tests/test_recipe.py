@@ -104,7 +104,10 @@ def test_rounds_cover_all_steps_and_the_last_may_be_short():
 def test_digest_ignores_what_may_differ_between_nodes_and_nothing_else():
     base = recipe()
     same = recipe(
-        train={"micro_batch_size": 3, "zero_stage": 2, "dtype": "fp32"}, data={"train": "x"}, deepspeed={"a": 1}
+        {"frozen_dtype": "train", "implementation": "local"},
+        train={"micro_batch_size": 3, "zero_stage": 2, "dtype": "fp32", "recompute": "full"},
+        data={"train": "x"},
+        deepspeed={"a": 1},
     )
     assert same.digest() == base.digest()
     for other in (
@@ -115,6 +118,15 @@ def test_digest_ignores_what_may_differ_between_nodes_and_nothing_else():
         recipe(spes={"capacity": [1]}),
     ):
         assert other.digest() != base.digest()
+
+
+def test_frozen_experts_may_not_be_wider_than_the_others():
+    wide = {"frozen_dtype": "fp32"}
+    assert recipe(wide, train={"dtype": "fp32"}).frozen_dtype == "fp32"
+    assert recipe({"frozen_dtype": "train"}, train={"dtype": "fp32"}).frozen_dtype == "fp32"
+    assert recipe(train={"dtype": "fp32"}).frozen_dtype == "bf16"
+    with pytest.raises(RecipeError, match=r"model\.frozen_dtype fp32 is wider than train\.dtype bf16"):
+        recipe(wide, train={"dtype": "bf16"})
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -18,9 +18,19 @@ _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def use_transformer_engine() -> bool:
-    """Whether the model is built from Transformer Engine's modules: it is importable, and CUDA is there."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def use_transformer_engine(model: ModelSection, device: torch.device) -> bool:
+    """Whether the model is built of Transformer Engine's modules (`model.implementation`).
+
+    Raises:
+        RecipeError: they are asked for, and cannot be had here.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if model.implementation != "transformer_engine":
+        return model.implementation == "auto" and installed and device.type == "cuda"
+    if not (installed and torch.cuda.is_available()):
+        lack = "there is no CUDA device here" if installed else "the package transformer-engine is not installed"
+        raise RecipeError(f"model.implementation: transformer_engine cannot be used, {lack}: use auto or local")
+    return True
 
 
 def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> TransformerConfig:
@@ -34,6 +44,7 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
         **_shape(recipe.model),
         **_experts(recipe.model, recipe.train, te=te),
         **_kernels(device),
+        **_recompute(recipe.train),
         "normalization": "RMSNorm",
         "layernorm_epsilon": recipe.model.norm_eps,
         "add_bias_linear": False,
@@ -102,6 +113,15 @@ def _experts(model: ModelSection, train: TrainSection, *, te: bool) -> dict[str,
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": te,
     }
+
+
+def _recompute(train: TrainSection) -> dict[str, Any]:
+    """What Megatron-Core computes again. Of attention nothing: its kernels keep no S x S scores to begin with."""
+    if train.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if train.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+    return {}
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,10 @@ def prepare_megatron() -> None:
         _answer_current_device_with_cpu()
     with without_expected_warnings(), without_compiling():
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not torch.cuda.is_available():
+        _keep_no_gpu_random_state(random)
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without Transformer Engine 0.16.1 leaves the name undefined, yet the router compares it with None.
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
@@ -63,3 +66,14 @@ def _answer_current_device_with_cpu() -> None:
         return torch.device("cpu")
 
     torch.cuda.current_device = current_device  # type: ignore[assignment]
+
+
+def _keep_no_gpu_random_state(random: Any) -> None:
+    # Activation recomputation saves and restores the random state of the CPU, and of a GPU.
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_state(*_: Any, **__: Any) -> None:
+        pass
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state

@@ -16,9 +16,10 @@ from spes_mega.recipe import ModelSection, Recipe
 def build(recipe: Recipe, owned: Iterable[int] | None = None, device: torch.device | str | None = None) -> GPTModel:
     """Build the recipe's model, dense or Mixture-of-Experts, with experts partitioned by ownership.
 
-    All parameters are in `train.dtype` on `device` (default: the current CUDA device where there is one, else the
-    CPU). None has its values yet: each is filled with NaN until `load_weights` fills it, so that no forgotten
-    weight can pass for a trained one. On the device `meta` nothing is allocated.
+    Parameters are in `train.dtype`, those of frozen experts in the recipe's `frozen_dtype`, on `device` (default: the
+    current CUDA device where there is one, else the CPU). None has its values yet: each is filled with NaN until
+    `load_weights` fills it, so that no forgotten weight can pass for a trained one. On the device `meta` nothing is
+    allocated.
 
     Args:
         recipe: model, and of `train` the dtype and the coefficients of the router's losses.
@@ -30,18 +31,19 @@ def build(recipe: Recipe, owned: Iterable[int] | None = None, device: torch.devi
     ensure_parallel_state()
     model = recipe.model
     device = _device(device)
-    te = use_transformer_engine() and device.type == "cuda"
+    te = use_transformer_engine(model, device)
     config = transformer_config(recipe, device=device, te=te)
     with device:
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, model, _checked(model, owned), te=te),
+            transformer_layer_spec=block_spec(config, recipe, _checked(model, owned), te=te),
             vocab_size=model.vocab_size,
             max_sequence_length=model.max_seq_len,
             **rope_settings(model),
             share_embeddings_and_output_weights=model.tie_embeddings,
         )
-    gpt.to(dtype=config.params_dtype, device=device)  # torch's own norms ignore params_dtype, routers the device
+    gpt.to(device=device)  # routers ignore it
+    _convert_trained(gpt, config.params_dtype)
     _poison(gpt)
     forget_router_losses()
     return gpt
@@ -59,6 +61,12 @@ def _checked(model: ModelSection, owned: Iterable[int] | None) -> frozenset[int]
     if unknown := sorted(chosen - experts):
         raise RecipeError(f"owned experts: there is no expert {unknown[0]} (model.num_experts {model.num_experts})")
     return chosen
+
+
+def _convert_trained(gpt: GPTModel, dtype: torch.dtype) -> None:
+    for parameter in gpt.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:  # torch's own norms ignore Megatron's params_dtype
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()

@@ -16,17 +16,22 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from spes_mega.layout.families import FAMILIES
 from spes_mega.model.attention import SDPAttention
+from spes_mega.model.config import DTYPES
+from spes_mega.model.grouped_experts import GroupedExperts
 from spes_mega.model.norms import PostNormLayer, norm_over_all_heads
 from spes_mega.model.partitioned_experts import PartitionedExperts
-from spes_mega.recipe import ModelSection
+from spes_mega.recipe import ModelSection, Recipe
 
 
 def block_spec(
-    config: TransformerConfig, model: ModelSection, owned: Collection[int], *, te: bool
+    config: TransformerConfig, recipe: Recipe, owned: Collection[int], *, te: bool
 ) -> TransformerBlockSubmodules:
     """All layers of a model: dense ones, and those with experts of which `owned` are trained."""
+    model = recipe.model
     kinds = [model.num_experts if model.is_moe_layer(layer) else None for layer in range(model.num_layers)]
-    specs = {num_experts: _layer_spec(config, model, num_experts, owned, te=te) for num_experts in set(kinds)}
+    specs = {num_experts: _layer_spec(model, num_experts, te=te) for num_experts in set(kinds)}
+    if model.is_moe:
+        _partition(specs[model.num_experts], recipe, owned, te=te)
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(te=te))
 
 
@@ -38,9 +43,7 @@ def _norm(*, te: bool) -> Any:
     return TENorm
 
 
-def _layer_spec(
-    config: TransformerConfig, model: ModelSection, num_experts: int | None, owned: Collection[int], *, te: bool
-) -> ModuleSpec:
+def _layer_spec(model: ModelSection, num_experts: int | None, *, te: bool) -> ModuleSpec:
     family = FAMILIES[model.family]
     if te:
         make = get_gpt_layer_with_transformer_engine_spec
@@ -55,8 +58,6 @@ def _layer_spec(
         attention.k_layernorm = norm_over_all_heads(model.num_kv_heads)
     if family.norm_placement == "post":
         _normalize_outputs(spec, is_moe=num_experts is not None, te=te)
-    if num_experts is not None:
-        _partition(spec, owned)
     return spec
 
 
@@ -79,6 +80,10 @@ def _mlp_submodules(spec: ModuleSpec) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def _partition(spec: ModuleSpec, owned: Collection[int]) -> None:
+def _partition(spec: ModuleSpec, recipe: Recipe, owned: Collection[int], *, te: bool) -> None:
     moe = _mlp_submodules(spec)
-    moe.experts = ModuleSpec(module=PartitionedExperts, params={"owned": owned, "stock": moe.experts})
+    # ZeRO-3 gathers a module's own parameters for its forward pass: matrix by matrix in Megatron's sequential experts.
+    stock = moe.experts if te or recipe.train.zero_stage == 3 else GroupedExperts
+    frozen_dtype = DTYPES[recipe.frozen_dtype]
+    params = {"owned": owned, "frozen_dtype": frozen_dtype, "stock": stock}
+    moe.experts = ModuleSpec(module=PartitionedExperts, params=params)

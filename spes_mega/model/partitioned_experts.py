@@ -9,6 +9,7 @@ grouped linear layer looks at the first weight alone to decide on weight gradien
 Axes: T routed tokens (token copies, sorted by expert), D hidden, E experts.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+
+from spes_mega.model.grouped_experts import GroupedExperts
 
 
 class ExpertRun(NamedTuple):
@@ -46,6 +49,7 @@ class PartitionedExperts(MegatronModule):
     Args:
         num_local_experts: all experts of the layer (expert parallelism is 1).
         owned: global numbers of the experts that are trained here.
+        frozen_dtype: of the weights of the others; it may differ from that of the rest of the model.
         stock: builds the Megatron expert module of one group (a module spec or builder of Megatron's own).
     """
 
@@ -55,12 +59,18 @@ class PartitionedExperts(MegatronModule):
         config: TransformerConfig,
         *,
         owned: Collection[int],
+        frozen_dtype: torch.dtype,
         stock: Callable[..., nn.Module],
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
+        self.frozen_dtype = frozen_dtype
         self.runs = expert_runs(num_local_experts, owned)
-        self.groups = nn.ModuleList(stock(run.size, config, **kwargs) for run in self.runs)
+        frozen_config = copy.copy(config)
+        frozen_config.params_dtype = frozen_dtype
+        self.groups = nn.ModuleList(
+            stock(run.size, config if run.owned else frozen_config, **kwargs) for run in self.runs
+        )
         for run, group in zip(self.runs, self.groups, strict=True):
             group.requires_grad_(run.owned)
         # Not a buffer: counts are this rank's own, and neither travel nor change device with the model.
@@ -84,9 +94,18 @@ class PartitionedExperts(MegatronModule):
 
     def _run(self, group: int, hidden: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         self._assert_uniform(group)
+        dtype = hidden.dtype
+        if not self.runs[group].owned:
+            hidden = hidden.to(self._products_dtype(group, hidden))
         output, bias = self.groups[group](hidden, counts, probs)
         assert bias is None, "experts have no bias"
-        return output
+        return output.to(dtype)
+
+    def _products_dtype(self, group: int, hidden: torch.Tensor) -> torch.dtype:
+        """What a frozen group computes in: the dtype of its weights, unless that would be slow and can be helped."""
+        weights = self.frozen_dtype
+        converts = isinstance(self.groups[group], GroupedExperts)
+        return hidden.dtype if converts and not bf16_is_fast(hidden.device) else weights
 
     def _assert_uniform(self, group: int) -> None:
         trains = {parameter.requires_grad for parameter in self.groups[group].parameters()}
@@ -97,6 +116,13 @@ class PartitionedExperts(MegatronModule):
         for run, group in zip(self.runs, self.groups, strict=True):
             if run.owned:
                 group.backward_dw()  # type: ignore[operator]
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    """Whether products in bf16 take no longer than in fp32: on CUDA, and on CPUs that have instructions for them."""
+    if device.type != "cpu":
+        return True
+    return any(supported() for supported in (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported))
 
 
 def partitioned_experts(model: nn.Module) -> Iterator[PartitionedExperts]:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from spes_mega.recipe import Recipe, load_recipe
+from spes_mega.recipe import Recipe, is_local, load_recipe
 
 COMMENT_COLUMN = 34
 WIDTH = 110
@@ -42,8 +42,7 @@ def _fields(section: type[BaseModel], values: BaseModel | None) -> Iterator[str]
 
 def _line(name: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
     start = f"{indent}{name}: {_yaml(value, field)}"
-    local = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("local")
-    comment = " ".join(part for part in ("(local)" if local else "", field.description or "") if part)
+    comment = " ".join(part for part in ("(local)" if is_local(field) else "", field.description or "") if part)
     if not comment:
         return [start]
     first, *rest = textwrap.wrap(comment, WIDTH - COMMENT_COLUMN)

@@ -10,7 +10,11 @@ from integration.processes import PYTHON, Hub, Process
 from spes_mega.node.launch import free_port
 
 SCRIPT = Path(__file__).with_name("zero_exactness.py")
-CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+CASES = [
+    (stage, dtype, frozen_dtype)
+    for stage in (1, 2, 3)
+    for dtype, frozen_dtype in (("fp32", "bf16"), ("fp32", "train"), ("bf16", "bf16"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +30,7 @@ def reports(tmp_path_factory, write_recipe):
     finally:
         process.end()
         hub.end()
-    return [json.loads(line) for line in re.findall(r"\{.*?\}+(?=\n|\{)", process.output)]
+    return [json.loads(line) for line in re.findall(r"\{.*?\}+(?=\n|\{\"kind)", process.output)]
 
 
 def facts(reports, kind, **which):
@@ -36,18 +40,23 @@ def facts(reports, kind, **which):
     return [{key: value for key, value in r.items() if key not in ("kind", "rank", *which)} for r in found]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), CASES)
-def test_weights_are_set_and_read_exactly_with_their_masters(reports, stage, dtype):
-    for found in facts(reports, "exactness", stage=stage, dtype=dtype):
+@pytest.mark.parametrize(("stage", "dtype", "frozen_dtype"), CASES)
+def test_weights_are_set_and_read_exactly_with_their_masters(reports, stage, dtype, frozen_dtype):
+    for found in facts(reports, "exactness", stage=stage, dtype=dtype, frozen_dtype=frozen_dtype):
         assert len(found) == 6
         assert set(found.values()) == {True}, found
 
 
-@pytest.mark.parametrize(("stage", "dtype"), CASES)
-def test_frozen_experts_stay_bit_equal_and_cost_no_optimizer_state(reports, stage, dtype):
-    for found in facts(reports, "frozen", stage=stage, dtype=dtype):
-        assert len(found) == 4
+@pytest.mark.parametrize(("stage", "dtype", "frozen_dtype"), CASES)
+def test_frozen_experts_stay_bit_equal_and_cost_their_weights_alone(reports, stage, dtype, frozen_dtype):
+    for found in facts(reports, "frozen", stage=stage, dtype=dtype, frozen_dtype=frozen_dtype):
+        held = found.pop("bytes")
+        assert len(found) == 3
         assert set(found.values()) == {True}, found
+        assert held["parameters"] == held["parameters_expected"]
+        assert held["masters"] == held["masters_expected"]
+        assert held["moments"] == 2 * held["masters"]
+        assert held["gradients_of_frozen"] == 0
 
 
 @pytest.mark.parametrize(("stage", "dtype", "tolerance"), [(1, "fp32", 1e-5), (3, "fp32", 1e-5), (1, "bf16", 2e-2)])
@@ -64,6 +73,13 @@ def test_the_routers_losses_are_scaled_right_under_accumulation(reports, stage):
     for found in facts(reports, "router_accumulation", stage=stage):
         assert found["relative_difference"] < 1e-5
         assert found["share_of_router_losses"] > 0.01
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputing_activations_changes_no_gradient(reports, stage, recompute):
+    for found in facts(reports, "recomputed", stage=stage, recompute=recompute):
+        assert found["relative_difference"] < 1e-6
 
 
 def test_after_a_sync_at_lr_0_in_bf16_the_weights_equal_those_of_the_hub(reports):

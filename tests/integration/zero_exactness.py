@@ -6,6 +6,7 @@ Prints one JSON line a configuration: what was exact and what was not.
 import itertools
 import json
 import sys
+from math import prod
 
 import torch
 
@@ -21,6 +22,7 @@ from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
 from spes_mega.hub.client import HubClient  # noqa: E402
 from spes_mega.model import build, forward_logits, language_model_loss, set_router_loss_scale  # noqa: E402
+from spes_mega.model.config import DTYPES  # noqa: E402
 from spes_mega.node.engine import create_engine  # noqa: E402
 from spes_mega.node.hub_node import HubNode  # noqa: E402
 from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
@@ -35,9 +37,9 @@ SHAPE = {
 OWNED = (1, 2)
 
 
-def recipe_of(stage, dtype, **train):
+def recipe_of(stage, dtype, frozen_dtype="bf16", **train):
     # tied embeddings in some of the configurations: one parameter that two modules use
-    model = SHAPE | {"tie_embeddings": stage != 2}
+    model = SHAPE | {"tie_embeddings": stage != 2, "frozen_dtype": frozen_dtype}
     settings = {"seq_len": 8, "lr": 0.0, "weight_decay": 0.0, "dtype": dtype, "zero_stage": stage}
     # without this every parameter is so small that ZeRO-3 leaves it whole
     more = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
@@ -52,7 +54,6 @@ class Case:
         gpt = build(recipe, owned)
         self.engine = create_engine(recipe, gpt)
         self.weights = NodeWeights(gpt, recipe.model, ranks, StopRequest())
-        self.lowest = torch.float32 if recipe.train.dtype == "fp32" else torch.bfloat16
 
     def values(self, seed):
         shapes = self.weights.shapes
@@ -81,9 +82,15 @@ class Case:
         key = expert_of(name)
         return key is None or key.expert in self.owned
 
+    def held(self, values):
+        """As the parameters hold them."""
+        trained, frozen = DTYPES[self.recipe.train.dtype], DTYPES[self.recipe.frozen_dtype]
+        return {n: v.to(trained if self.trains(n) else frozen) for n, v in values.items()}
+
     def expected(self, values):
-        """Trainable tensors exactly, frozen ones as the train dtype holds them."""
-        return {n: v if self.trains(n) else v.to(self.lowest).float() for n, v in values.items()}
+        """Trainable tensors exactly, frozen ones as they are held."""
+        held = self.held(values)
+        return {n: v if self.trains(n) else held[n].float() for n, v in values.items()}
 
     def step(self, tokens):
         self.engine.train()
@@ -103,15 +110,15 @@ def tokens_for(rank, samples=2):
     return torch.randint(0, 48, (samples, 9), generator=torch.Generator().manual_seed(rank))
 
 
-def exactness(ranks, stage, dtype):
-    case = Case(ranks, recipe_of(stage, dtype, micro_batch_size=2))
+def exactness(ranks, stage, dtype, frozen_dtype):
+    case = Case(ranks, recipe_of(stage, dtype, frozen_dtype, micro_batch_size=2))
     first, second = case.values(1), case.values(2)
     case.assign(first)
     facts = {"get": equal(case.masters(), case.expected(first)) or not ranks.leads}
     case.step(tokens_for(ranks.rank))  # ranks see other tokens, so other experts are busy
     facts["lr_0_step"] = equal(case.masters(), case.expected(first)) or not ranks.leads
     case.assign(second)
-    rounded = {n: v.to(case.lowest) for n, v in second.items()}
+    rounded = case.held(second)
     facts["set"] = equal(case.masters(), case.expected(second)) or not ranks.leads
     facts["parameters"] = equal(case.parameters(), rounded)
     case.step(tokens_for(ranks.rank + 10))
@@ -123,8 +130,8 @@ def exactness(ranks, stage, dtype):
     return facts
 
 
-def frozen_while_training(ranks, stage, dtype):
-    case = Case(ranks, recipe_of(stage, dtype, micro_batch_size=2, lr=1e-2, weight_decay=0.1))
+def frozen_while_training(ranks, stage, dtype, frozen_dtype):
+    case = Case(ranks, recipe_of(stage, dtype, frozen_dtype, micro_batch_size=2, lr=1e-2, weight_decay=0.1))
     values = case.values(1)
     # a router so lopsided that frozen expert 0 gets everything: the owned ones get no token on any rank
     for name in values:
@@ -140,23 +147,32 @@ def frozen_while_training(ranks, stage, dtype):
         "frozen": all(torch.equal(after[n], expected[n]) for n in frozen) if ranks.leads else True,
         "frozen_parameters": all(torch.equal(parameters[n].float(), expected[n]) for n in frozen),
         "trained": all(not torch.equal(after[n], expected[n]) for n in moved) if ranks.leads else True,
-        "adam_state": no_state_for_frozen(case),
+        "bytes": bytes_held(case),
     }
 
 
-def no_state_for_frozen(case):
-    """Elements in the optimizer, over the ranks, are those of the trainable parameters and padding."""
-    groups = case.engine.optimizer.param_groups
-    states = case.engine.optimizer.optimizer.state.values() if hasattr(case.engine.optimizer, "optimizer") else []
-    assert groups
-    held = sum(state["exp_avg"].numel() for state in states if "exp_avg" in state)
-    total = int(case.ranks.sum(torch.tensor([float(held)])).item())
-    trainable = sum(
-        e.shape[0] * (e.shape[1] if len(e.shape) > 1 else 1)
-        for e in case.weights.map.entries
-        if e.parameter.requires_grad
-    )
-    return 0 < total < 1.05 * trainable + 64 * len(case.weights.map.entries)
+def bytes_held(case):
+    """Bytes of parameters of this rank, and of master weights and Adam's moments, as they are and as they must be."""
+    stage, size = case.recipe.train.zero_stage, case.ranks.size
+    counts = {kind: sum(prod(e.shape) for e in entries_of(case, kind)) for kind in (True, False)}
+    width = {True: DTYPES[case.recipe.train.dtype].itemsize, False: DTYPES[case.recipe.frozen_dtype].itemsize}
+    parameters = [e.parameter for e in case.weights.map.entries]
+    share = size if stage == 3 else 1
+    optimizer = case.engine.optimizer
+    states = optimizer.optimizer.state
+    assert all(key.dtype == torch.float32 for key in states)
+    return {
+        "parameters": sum(p.ds_tensor.nbytes for p in parameters) if stage == 3 else sum(p.nbytes for p in parameters),
+        "parameters_expected": sum(counts[kind] * width[kind] for kind in counts) // share,
+        "masters": sum(key.nbytes for key in states),
+        "moments": sum(s[name].nbytes for s in states.values() for name in ("exp_avg", "exp_avg_sq")),
+        "masters_expected": counts[True] * 4 // size,
+        "gradients_of_frozen": sum(p.grad is not None for p in parameters if not p.requires_grad),
+    }
+
+
+def entries_of(case, trained):
+    return [e for e in case.weights.map.entries if e.parameter.requires_grad == trained]
 
 
 def gradients(ranks, stage, dtype, micro_batch_size, grad_accumulation, tokens, **coefficients):
@@ -194,6 +210,15 @@ def router_accumulation(ranks, stage):
         "relative_difference": float((many - one).norm() / one.norm()),
         "share_of_router_losses": float((one - without).norm() / one.norm()),
     }
+
+
+def recomputed(ranks, stage, recompute):
+    """Gradients with activations kept, and with them computed again, while ranks route to different experts."""
+    tokens = tokens_for(ranks.rank)
+    (_, kept), (_, again) = (
+        gradients(ranks, stage, "fp32", 2, 1, tokens, aux_loss_coeff=1.0, recompute=how) for how in ("none", recompute)
+    )
+    return {"relative_difference": float((again - kept).norm() / kept.norm())}
 
 
 def sync(ranks, recipe_file, address):
@@ -271,13 +296,18 @@ def main():
         report("errors", ranks, shared_errors(ranks))
         report("sync", ranks, sync(ranks, *sys.argv[2:]))  # the first argument is the launcher's --local_rank
         for stage, dtype in itertools.product(stages, dtypes):
-            report("exactness", ranks, {"stage": stage, "dtype": dtype} | exactness(ranks, stage, dtype))
-            report("frozen", ranks, {"stage": stage, "dtype": dtype} | frozen_while_training(ranks, stage, dtype))
+            for frozen_dtype in ("bf16", "train") if dtype == "fp32" else ("bf16",):
+                which = {"stage": stage, "dtype": dtype, "frozen_dtype": frozen_dtype}
+                report("exactness", ranks, which | exactness(ranks, **which))
+                report("frozen", ranks, which | frozen_while_training(ranks, **which))
         for stage, dtype in ((1, "fp32"), (3, "fp32"), (1, "bf16")):
             report("accumulation", ranks, {"stage": stage, "dtype": dtype} | accumulation(ranks, stage, dtype))
 
         for stage in (1, 3):
             report("router_accumulation", ranks, {"stage": stage} | router_accumulation(ranks, stage))
+        for stage, recompute in itertools.product((1, 3), ("selective", "full")):
+            which = {"stage": stage, "recompute": recompute}
+            report("recomputed", ranks, which | recomputed(ranks, **which))
 
 
 def report(kind, ranks, facts):

@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -51,3 +53,12 @@ def test_defaults_of_the_recipe_build():
     assert gpt.config.moe_aux_loss_coeff == recipe.train.aux_loss_coeff == 0.01
     assert gpt.config.moe_z_loss_coeff == recipe.train.router_z_loss_coeff == 1e-3
     assert {parameter.dtype for parameter in gpt.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
+def test_transformer_engine_that_is_not_there_is_refused_by_name():
+    model = tiny.section("qwen3_moe", implementation="transformer_engine")
+    with pytest.raises(RecipeError, match=r"model\.implementation: .*transformer-engine is not installed"):
+        build(tiny.recipe(model))
+    for implementation in ("auto", "local"):
+        build(tiny.recipe(tiny.section("qwen3_moe", implementation=implementation)), device="meta")

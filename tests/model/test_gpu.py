@@ -41,7 +41,7 @@ def test_the_default_device_is_the_gpu_and_round_trips():
     for name, tensor in export_weights(gpt, MODEL):
         assert torch.equal(tensor.cpu(), weights[name]), name
     grouped = any(name.endswith("linear_fc1.weight0") for name, _ in gpt.named_parameters())
-    assert grouped == use_transformer_engine()
+    assert grouped == use_transformer_engine(MODEL, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("owned", [(), (2, 3), (0, 2, 5), None])

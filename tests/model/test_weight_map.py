@@ -11,9 +11,9 @@ from spes_mega.model import WeightMap, build, export_weights, load_weights
 from tests.model import tiny
 
 MODELS = {
-    "moe": tiny.section("qwen3_moe"),
-    "moe with a dense layer": tiny.section("qwen3_moe", dense_layers=(1,), ffn_hidden_size=40),
-    "mixtral": tiny.section("mixtral"),
+    "moe": tiny.section("qwen3_moe", frozen_dtype="train"),
+    "moe with a dense layer": tiny.section("qwen3_moe", dense_layers=(1,), ffn_hidden_size=40, frozen_dtype="train"),
+    "mixtral": tiny.section("mixtral", frozen_dtype="train"),
     "dense": tiny.section("qwen3"),
     "dense tied": tiny.section("llama", tie_embeddings=True),
 }
