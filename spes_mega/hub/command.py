@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
-from spes_mega.hub.allocator import return_large_blocks
+from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
 from spes_mega.hub.guard import Guard
 from spes_mega.hub.keys import read_hub
@@ -53,7 +53,7 @@ def command(
     waits until the nodes have left (spes.rpc_deadline_s at most, and 30 s for a node that missed a round and has not
     been heard of since), and exits with 0. Ctrl-C and SIGTERM stop it cleanly.
     """
-    return_large_blocks()
+    reuse_blocks()
     console = Console(as_json)
     loaded = load_recipe(recipe, overrides)
     shared = read_token(token_file) if token_file or keys is None else None
