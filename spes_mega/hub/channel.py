@@ -13,7 +13,7 @@ from spes_mega.hub.access import Access
 from spes_mega.hub.faults import TRANSIENT, PayloadError, error_of
 from spes_mega.hub.handshake import check_handshake
 from spes_mega.hub.keys import CallerTls
-from spes_mega.hub.proto.hub_pb2_grpc import HubStub
+from spes_mega.hub.transfer import Stub
 
 T = TypeVar("T")
 # Pings keep idle connections through NATs alive during an hour of local training, and find dead ones.
@@ -51,7 +51,7 @@ class Channel:
         self._tls = access.tls
         self._metadata = (("authorization", f"Bearer {access.token}"),) if access.token else ()
         self._channel = _open(address, access.tls)
-        self._stub = HubStub(self._channel)
+        self._stub = Stub(self._channel)
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """A unary call that may be repeated. Raises the SpesError that the hub answered, or DeadlineError.

@@ -18,9 +18,10 @@ from torch import Tensor
 from spes_mega.errors import DeadlineError, HubRefusedError
 from spes_mega.hub.access import OPEN, Access
 from spes_mega.hub.channel import Channel, Limit, attempt_s
+from spes_mega.hub.delivery import ANSWER_S, Delivery
 from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.forms import Shape, in_fp32
-from spes_mega.hub.payload import ChunkSink, StoredPayload, file_chunks, write_payload
+from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
 from spes_mega.recipe import Recipe
@@ -33,8 +34,6 @@ __all__ = [
     "Pulled",
     "StaleRoundError",
 ]
-ATTEMPT_S = 30.0
-"""Seconds for an answer that the hub gives at once; then the same is asked again."""
 POLL_S = 20.0
 
 
@@ -116,12 +115,11 @@ class HubClient:
         """
         self._channel = Channel(address, access, Limit(rpc_deadline_s, rpc_setting))
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
+        self._delivery = Delivery(self._channel, self._caller)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
         self._spool_dir = spool_dir
         self.address = address
         self.node = node
-        self.bytes_up = 0
-        self.bytes_down = 0
 
     @classmethod
     def for_recipe(
@@ -141,9 +139,19 @@ class HubClient:
             spool_dir=spool_dir,
         )
 
+    @property
+    def bytes_up(self) -> int:
+        """Payload bytes sent so far."""
+        return self._delivery.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Payload bytes received so far."""
+        return self._delivery.bytes_down
+
     def join(self) -> Joined:
         """Tell the hub that this node takes part; waits for a hub that is not up yet."""
-        reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), ATTEMPT_S)
+        reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), ANSWER_S)
         return Joined(reply.round, reply.num_rounds, reply.pushed, tuple(reply.absent))
 
     def pull(self, have_round: int | None = None) -> Pulled:
@@ -152,18 +160,9 @@ class HubClient:
         `have_round` is the round whose state the node trained from and still holds, with its own training on top:
         if the hub averaged that training into the newest state, what the node alone owns is not sent again.
         """
-        request = pb.PullRequest(caller=self._caller, have_round=have_round)
-        return self._channel.retrying(lambda: self._download(request))
-
-    def _download(self, request: pb.PullRequest) -> Pulled:
         spool = self._spool()
         try:
-            replies = self._channel.open("Pull", request, self._channel.limit.seconds)
-            opening = next(replies).opening
-            sink = ChunkSink(spool, opening.total_bytes)
-            for reply in replies:
-                self.bytes_down += sink.take(reply.chunk)
-            sink.finish()
+            opening = self._delivery.fetch(spool, have_round)
             payload = StoredPayload(spool, f"state of round {opening.round}")
             return Pulled(opening, payload)
         except BaseException:
@@ -184,20 +183,7 @@ class HubClient:
         """
         with self._spool() as spool:
             size = write_payload(spool, in_fp32(shapes), tensors, {TOKENS_KEY: str(tokens)})
-            opening = pb.PushOpening(caller=self._caller, round=round_, total_bytes=size)
-            self._channel.retrying(lambda: self._upload(opening, spool))
-
-    def _upload(self, opening: pb.PushOpening, spool: BinaryIO) -> None:
-        self._channel.open("Push", self._push_requests(opening, spool), self._channel.limit.seconds)
-
-    def _push_requests(self, opening: pb.PushOpening, spool: BinaryIO) -> Iterator[pb.PushRequest]:
-        yield pb.PushRequest(opening=opening)
-        sent = 0
-        for chunk in file_chunks(spool, opening.total_bytes):
-            self.bytes_up += chunk.offset - sent
-            sent = chunk.offset
-            yield pb.PushRequest(chunk=chunk)
-        self.bytes_up += opening.total_bytes - sent
+            self._delivery.send(spool, pb.PushOpening(round=round_, total_bytes=size))
 
     def wait_round(self, round_: int) -> int:
         """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""
@@ -206,7 +192,7 @@ class HubClient:
         request = pb.WaitRequest(caller=self._caller, round=round_, timeout_s=POLL_S)
 
         def poll() -> int:
-            return cast(int, self._channel.open("WaitRound", request, attempt_s(POLL_S + ATTEMPT_S, end)).round)
+            return cast(int, self._channel.open("WaitRound", request, attempt_s(POLL_S + ANSWER_S, end)).round)
 
         def wait() -> int:
             while (newest := poll()) < round_:
@@ -218,11 +204,11 @@ class HubClient:
 
     def leave(self) -> None:
         """Tell the hub that this node takes no more part, so that nobody waits for it."""
-        self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), ATTEMPT_S)
+        self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), ANSWER_S)
 
     def status(self) -> dict[str, Any]:
         """What the hub is doing; keys are those of `StatusReply` in hub.proto."""
-        return as_dict(self._channel.call("Status", pb.StatusRequest(), ATTEMPT_S))
+        return as_dict(self._channel.call("Status", pb.StatusRequest(), ANSWER_S))
 
     def close(self) -> None:
         self._channel.close()

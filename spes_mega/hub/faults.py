@@ -18,8 +18,23 @@ class PayloadError(HubRefusedError):
     """Weights arrived malformed: a bad checksum, a gap, or a size, name, shape or dtype that was not expected."""
 
 
+class DamagedError(PayloadError):
+    """A chunk was damaged on its way; what came before it stands, and the transfer can go on from there."""
+
+
+class BrokenTransferError(HubRefusedError):
+    """A transfer wants to go on from what the hub does not hold, or was overtaken: ask, and begin again."""
+
+
+class BusyError(HubRefusedError):
+    """Too much is under way for this node: later."""
+
+
 # The first class that an error is an instance of decides.
 _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
+    "damaged": (DamagedError, grpc.StatusCode.DATA_LOSS),
+    "broken": (BrokenTransferError, grpc.StatusCode.UNAVAILABLE),
+    "busy": (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     "stale": (StaleRoundError, grpc.StatusCode.FAILED_PRECONDITION),
     "payload": (PayloadError, grpc.StatusCode.INVALID_ARGUMENT),
     "refused": (HubRefusedError, grpc.StatusCode.FAILED_PRECONDITION),

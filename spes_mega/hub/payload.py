@@ -1,11 +1,10 @@
-"""Weights on the wire: the byte stream of a safetensors file, cut into chunks with offset and checksum.
+"""Weights on the wire: the byte stream of a safetensors file.
 
 Both sides keep a payload in a file while it is on its way, so that memory does not depend on its size, that an
 interrupted transfer can begin again, and that nothing is applied or averaged before all of it has come and was checked.
 """
 
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +24,6 @@ from spes_mega.hub.forms import (
     scale_name,
     wire_specs,
 )
-from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.layout.safetensors_format import (
     LENGTH_BYTES,
     Header,
@@ -36,9 +34,6 @@ from spes_mega.layout.safetensors_format import (
 )
 from spes_mega.layout.tensor_bytes import read_tensor, write_tensor
 from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS
-
-CHUNK_BYTES = 2 << 20
-MAX_CHUNK_BYTES = 3 << 20  # with its frame below gRPC's default limit of 4 MiB a message
 
 
 class PayloadWriter:
@@ -100,71 +95,6 @@ def in_turn(shapes: Shapes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[t
         yield name, tensor
     if (missing := next(due, None)) is not None:
         raise ValueError(f"tensor {missing[0]} was not given")
-
-
-def chunk_of(offset: int, data: bytes) -> pb.Chunk:
-    return pb.Chunk(offset=offset, crc32=zlib.crc32(data), data=data)
-
-
-def file_chunks(file: BinaryIO, size: int) -> Iterator[pb.Chunk]:
-    """The first `size` bytes of an open file as chunks; leaves the file's position alone."""
-    for offset in range(0, size, CHUNK_BYTES):
-        yield chunk_of(offset, os.pread(file.fileno(), min(CHUNK_BYTES, size - offset), offset))
-
-
-def piece_chunks(pieces: Iterable[bytes | memoryview]) -> Iterator[pb.Chunk]:
-    """Pieces of any size, one after the other, as chunks of CHUNK_BYTES (the last may be shorter)."""
-    offset = 0
-    pending = bytearray()
-    for piece in pieces:
-        view = memoryview(piece)
-        while len(view):
-            take = min(CHUNK_BYTES - len(pending), len(view))
-            pending += view[:take]
-            view = view[take:]
-            if len(pending) == CHUNK_BYTES:
-                # Emptied before the chunk is handed out, so that a slow receiver holds up as little memory as can be.
-                chunk = chunk_of(offset, bytes(pending))
-                pending.clear()
-                offset += CHUNK_BYTES
-                yield chunk
-                del chunk
-    if pending:
-        yield chunk_of(offset, bytes(pending))
-
-
-class ChunkSink:
-    """Writes the chunks of one payload to a file and checks each: order, checksum, and the size announced."""
-
-    def __init__(self, file: BinaryIO, total_bytes: int) -> None:
-        self._file = file
-        self._total = total_bytes
-        self.received = 0
-
-    def take(self, chunk: pb.Chunk) -> int:
-        """Write a chunk; returns its bytes.
-
-        Raises:
-            PayloadError: it is not the next one, is damaged, or goes past the end.
-        """
-        if chunk.offset != self.received:
-            raise PayloadError(f"a chunk for byte {chunk.offset} came where byte {self.received} was due")
-        data = chunk.data  # each access to a bytes field makes a copy
-        if not 0 < len(data) <= MAX_CHUNK_BYTES:
-            raise PayloadError(f"a chunk of {len(data)} bytes: 1 to {MAX_CHUNK_BYTES} are allowed")
-        if self.received + len(data) > self._total:
-            raise PayloadError(f"more bytes came than the {self._total} announced")
-        if zlib.crc32(data) != chunk.crc32:
-            raise PayloadError(f"bad checksum of the chunk at byte {chunk.offset}")
-        self._file.write(data)
-        self.received += len(data)
-        return len(data)
-
-    def finish(self) -> None:
-        """Raises PayloadError if bytes are missing."""
-        if self.received != self._total:
-            raise PayloadError(f"the stream ended after {self.received} of {self._total} bytes")
-        self._file.flush()
 
 
 class StoredPayload:

@@ -3,22 +3,27 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+
+import torch
+import xxhash
 
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.faults import PayloadError, StaleRoundError
 from spes_mega.hub.forms import Form, data_bytes, in_fp32, payload_header, row_slices
+from spes_mega.hub.frames import CHUNK_BYTES, PREFIX_BYTES, Piece, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Presence, expected_back
-from spes_mega.hub.payload import CHUNK_BYTES, piece_chunks
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, tokens_of
 from spes_mega.hub.store import Store
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import Checkpoint
+from spes_mega.layout.safetensors_format import byte_count
 from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.ownership import (
@@ -43,6 +48,7 @@ class Run:
         self._everyone = ownership_of(
             recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership, recipe.spes.capacity
         )
+        self._chunk_bytes = chunk_bytes(recipe.spes.num_nodes)
         self._console = console
         self._store = Store(state, recipe)
         try:
@@ -114,7 +120,18 @@ class Run:
 
         return Staging(self._store.pushes_dir(self.newest.round), forms_of)
 
-    def receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
+    def offered(self, node: int, request: pb.OfferRequest) -> pb.OfferReply:
+        """From where on a payload for the open round is wanted. Raises StaleRoundError."""
+        try:
+            self.rounds.check_open(request.round)
+        except StaleRoundError:
+            if not self._counted(node, request.round):
+                raise
+            return pb.OfferReply(complete=True)
+        offset, complete = self.staging.offered(node, request.payload)
+        return pb.OfferReply(offset=offset, complete=complete, chunk_bytes=self._chunk_bytes)
+
+    def receive(self, node: int, opening: pb.PushOpening, frames: Iterable[bytes], end: Callable[[], None]) -> bool:
         """Take one push into the open round; returns whether it was there already.
 
         Raises:
@@ -122,7 +139,7 @@ class Run:
             PayloadError, HubRefusedError, StoreError: see `Staging.receive`.
         """
         try:
-            repeated = self._receive(node, opening, chunks)
+            repeated = self._receive(node, opening, frames, end)
         except StaleRoundError:
             if not self._counted(node, opening.round):
                 raise
@@ -139,7 +156,7 @@ class Run:
         """
         return self.rounds.has_pushed(node, round_) or self.ledger.includes(node, round_)
 
-    def _receive(self, node: int, opening: pb.PushOpening, chunks: Iterable[pb.Chunk]) -> bool:
+    def _receive(self, node: int, opening: pb.PushOpening, frames: Iterable[bytes], end: Callable[[], None]) -> bool:
         session = opening.caller.session
         self.rounds.check_open(opening.round)
 
@@ -151,31 +168,37 @@ class Run:
             self.rounds.commit_push(node, session, opening.round, rename)
 
         try:
-            return self.staging.receive(node, opening, chunks, progress, commit)
+            return self.staging.receive(node, opening, frames, progress, commit, end)
         except PayloadError:
             self.rounds.check_open(opening.round)  # closed meanwhile: the next one may ask this node for other experts
             raise
 
-    def send(self, node: int, have_round: int | None) -> Iterator[pb.PullReply]:
-        """The newest state for a node, without what it alone owns if it already has just that."""
+    def send(self, node: int, request: pb.PullRequest) -> Iterator[bytes]:
+        """The newest state for a node, without what it alone owns if it already has just that.
+
+        An opening, then frames, from where an earlier attempt broke off if that was of the same payload.
+        """
+        have_round = request.have_round if request.HasField("have_round") else None
         self.rounds.settle()
         record = self.newest
         names = list(self.shapes)
-        if partial := have_round == record.round - 1 and node in record.nodes and self._keeps(node, record):
+        if lean := have_round == record.round - 1 and node in record.nodes and self._keeps(node, record):
             left_out = set(private_names(names, self._trained(record), node, expert_of))
             names = [name for name in names if name not in left_out]
         forms = in_fp32({name: self.shapes[name] for name in names})
         header = payload_header(forms)
         total = len(header) + data_bytes(forms)
-        opening = pb.PullOpening(round=record.round, total_bytes=total, full=not partial, absent=record.absent)
+        payload = f"{record.round}-{xxhash.xxh3_64_hexdigest(header)}"
+        begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
+        yield pb.PullOpening(
+            round=record.round, total_bytes=total, full=not lean, absent=record.absent,
+            payload=payload, offset=begin,
+        ).SerializeToString()  # fmt: skip
         with self._store.open_state(record.round) as state:
-            yield pb.PullReply(opening=opening)
-            sent = 0
-            for chunk in piece_chunks(_pieces(header, names, state)):
-                self.ledger.count_down(node, chunk.offset - sent)
-                sent = chunk.offset
-                yield pb.PullReply(chunk=chunk)
-            self.ledger.count_down(node, total - sent)
+            for frame in frames(_pieces(header, names, state), self._chunk_bytes, begin):
+                count = len(frame) - PREFIX_BYTES
+                yield frame
+                self.ledger.count_down(node, count)
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
@@ -199,6 +222,7 @@ class Run:
         """
         round_, nodes = self.rounds.await_close()
         began = time.monotonic()
+        self.staging.close()
         with ExitStack() as stack:
             previous = stack.enter_context(self._store.open_state(round_))
             pushes = {node: self.staging.open(node) for node in nodes}
@@ -260,8 +284,14 @@ class Run:
             self._console.say("snapshot", f"snapshot {path}", path=str(path), round=self.newest.round)
 
 
-def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[bytes | memoryview]:
-    yield header
+def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[Piece]:
+    yield Piece(len(header), lambda: header)
     for name in names:
-        for start, stop in row_slices(state.shape(name), budget=CHUNK_BYTES):
-            yield bytes_of(state.read_rows(name, start, stop))
+        shape = state.shape(name)
+        for start, stop in row_slices(shape, budget=CHUNK_BYTES):
+            size = byte_count(torch.float32, (stop - start, *shape[1:]))
+            yield Piece(size, partial(_rows, state, name, start, stop))
+
+
+def _rows(state: Checkpoint, name: str, start: int, stop: int) -> memoryview:
+    return bytes_of(state.read_rows(name, start, stop))

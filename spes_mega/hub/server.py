@@ -14,6 +14,7 @@ from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
 from spes_mega.hub.service import HubService
+from spes_mega.hub.transfer import add_transfers
 from spes_mega.recipe import Recipe
 
 FAREWELL_S = 2.0
@@ -30,7 +31,10 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.bdp_probe", 0),  # it would let what each upload has on its way in grow to 16 MiB
 )
+ARRIVING_BYTES = 16 << 20
+"""What all uploads together may have on their way in beside one chunk each: about bandwidth times delay."""
 
 
 class HubServer:
@@ -47,7 +51,7 @@ class HubServer:
         self._server = grpc.server(
             futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
             interceptors=[TokenInterceptor(guard)],
-            options=SERVER_OPTIONS,
+            options=(*SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", _window_bytes(recipe.spes.num_nodes))),
             maximum_concurrent_rpcs=2 * workers,
         )
         self._health = health.HealthServicer()
@@ -73,7 +77,9 @@ class HubServer:
             SpesError: why the run cannot go on; nodes are told before this returns.
         """
         self._run = run
-        add_HubServicer_to_server(HubService(run, self._guard), self._server)
+        service = HubService(run, self._guard)
+        add_HubServicer_to_server(service, self._server)
+        add_transfers(service, self._server)
         self._server.start()
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._console.say("listening", f"hub listening on {self.address}", address=self.address)
@@ -114,3 +120,8 @@ class HubServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace=1.0).wait()
         self._run.close()
+
+
+def _window_bytes(num_nodes: int) -> int:
+    """Of one upload, so that memory hardly depends on the number of nodes."""
+    return max(128 << 10, min(2 << 20, ARRIVING_BYTES // num_nodes))

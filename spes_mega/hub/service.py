@@ -1,14 +1,15 @@
 """The RPCs: who calls is checked here, and errors become answers; the work is done by `Run`."""
 
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from spes_mega.errors import HubRefusedError, SpesError
-from spes_mega.hub.faults import PayloadError, answer_with
+from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, answer_with
 from spes_mega.hub.guard import Guard
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
@@ -17,8 +18,6 @@ from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
 
 MAX_WAIT_S = 60.0
-MAX_UPLOADS = 2
-"""Uploads of one node at a time: one, and a broken one that gRPC has not noticed yet."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -44,7 +43,6 @@ class HubService(HubServicer):
         self._run = run
         self._guard = guard
         self._digest = run.recipe.digest()
-        self._uploads = [threading.Semaphore(MAX_UPLOADS) for _ in range(run.recipe.spes.num_nodes)]
 
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
@@ -60,35 +58,34 @@ class HubService(HubServicer):
         )
 
     @_answering
-    def Push(self, requests: Iterator[pb.PushRequest], context: grpc.ServicerContext) -> pb.PushReply:
-        first = next(requests, None)
-        if first is None or not first.HasField("opening"):
-            raise PayloadError("a push begins with its opening")
-        opening = first.opening
+    def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
+        with self._listing(request):
+            return self._run.offered(self._check(request.caller, context), request)
+
+    @_answering
+    def Push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
+        opening = _opening(next(messages, b""))
+        with self._listing(opening):
+            node = self._check(opening.caller, context)
+            return pb.PushReply(repeated=self._run.receive(node, opening, messages, context.cancel))
+
+    @contextmanager
+    def _listing(self, push: pb.OfferRequest | pb.PushOpening) -> Iterator[None]:
+        """A push that is refused, or breaks off, is listed."""
         try:
-            return self._push(opening, requests, context)
+            yield
+        except (BusyError, BrokenTransferError):
+            raise
         except HubRefusedError as e:
-            self._run.ledger.reject(opening.caller.node, opening.round, str(e))
+            self._run.ledger.reject(push.caller.node, push.round, str(e))
             raise
         except grpc.RpcError:
-            self._run.ledger.reject(opening.caller.node, opening.round, "the upload broke off")
+            self._run.ledger.reject(push.caller.node, push.round, "the upload broke off")
             raise
 
-    def _push(
-        self, opening: pb.PushOpening, requests: Iterator[pb.PushRequest], context: grpc.ServicerContext
-    ) -> pb.PushReply:
-        node = self._check(opening.caller, context)
-        if not self._uploads[node].acquire(blocking=False):
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"node {node} has {MAX_UPLOADS} uploads under way")
+    def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            return pb.PushReply(repeated=self._run.receive(node, opening, (request.chunk for request in requests)))
-        finally:
-            self._uploads[node].release()
-
-    def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[pb.PullReply]:
-        try:
-            node = self._check(request.caller, context)
-            yield from self._run.send(node, request.have_round if request.HasField("have_round") else None)
+            yield from self._run.send(self._check(request.caller, context), request)
         except SpesError as e:
             answer_with(context, e)
         except Stopped:
@@ -159,3 +156,13 @@ class HubService(HubServicer):
         node = self._identify(caller, context)
         self._run.rounds.heard(node, caller.session)
         return node
+
+
+def _opening(message: bytes) -> pb.PushOpening:
+    try:
+        opening = pb.PushOpening.FromString(message)
+    except DecodeError as e:
+        raise PayloadError("a push begins with its opening") from e
+    if not opening.HasField("caller"):
+        raise PayloadError("a push begins with its opening")
+    return opening

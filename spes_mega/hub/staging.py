@@ -1,18 +1,17 @@
 """Pushes on their way into a round: streamed to a file, checked, and committed by a rename."""
 
 import filecmp
-import os
 import re
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from spes_mega.errors import HubRefusedError, StoreError
-from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.faults import BrokenTransferError, DamagedError, PayloadError
 from spes_mega.hub.forms import Forms, data_bytes, header_limit
-from spes_mega.hub.payload import ChunkSink, StoredPayload
+from spes_mega.hub.partials import Partials
+from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
 from spes_mega.hub.store import sync_directory
@@ -29,38 +28,55 @@ class Staging:
         """`forms_of(node)` gives the names, shapes and codecs of what a node has to push."""
         self._directory = directory
         self._forms_of = forms_of
+        self._partials = Partials(directory)
         self._lock = threading.Lock()
         self._checking = threading.Lock()  # one check at a time, so that memory does not grow with the nodes
 
     def path(self, node: int) -> Path:
         return self._directory / f"node-{node:03d}.safetensors"
 
+    def offered(self, node: int, payload: str) -> tuple[int, bool]:
+        """How many bytes of a payload are here, and whether it is committed."""
+        return self._partials.held(node, payload)
+
     def receive(
         self,
         node: int,
         opening: pb.PushOpening,
-        chunks: Iterable[pb.Chunk],
+        frames: Iterable[bytes],
         progress: Callable[[int], None],
         commit: Commit,
+        end: Callable[[], None],
     ) -> bool:
-        """Take one push; returns whether the same bytes were there already.
+        """Take one push, from where an earlier attempt broke; returns whether the same bytes were there already.
 
         `progress` is told of bytes as they come, and raises if the round has been closed; `commit` gets the rename
-        that makes the push part of the round, and carries it out, or raises likewise.
+        that makes the push part of the round, and carries it out, or raises likewise. `end` is called when another
+        attempt at the same payload begins.
 
         Raises:
             PayloadError: anything is wrong with the payload; nothing is left of it.
+            DamagedError, BrokenTransferError: the transfer has to go on by another attempt.
             HubRefusedError: another payload of this node was committed in this round.
             StoreError: the disk is full.
         """
-        forms = self._forms_of(node)
-        self._check_opening(opening, forms)
-        with self._partial(node, progress) as part:
-            self._write(part, opening, chunks, progress)
-            with self._checking:
-                self._check(part, node, forms)
-            with self._lock:
-                return self._commit(part, node, commit)
+        self._check_opening(opening, self._forms_of(node))
+        with self._storing(progress):
+            partials = self._partials
+            with partials.attempt(node, opening.payload, opening.total_bytes, opening.offset, end) as (upload, attempt):
+                try:
+                    for frame in frames:
+                        progress(upload.take(attempt, frame))
+                    return upload.finish(attempt, lambda part: self._check_and_commit(part, node, commit))
+                except (DamagedError, BrokenTransferError):
+                    raise
+                except HubRefusedError:
+                    partials.drop(upload)
+                    raise
+
+    def close(self) -> None:
+        """The round is over: nothing is kept but what was committed."""
+        self._partials.close()
 
     def _check_opening(self, opening: pb.PushOpening, forms: Forms) -> None:
         least = data_bytes(forms)
@@ -72,26 +88,18 @@ class Staging:
             )
 
     @contextmanager
-    def _partial(self, node: int, progress: Callable[[int], None]) -> Iterator[Path]:
-        # Several attempts may be under way at once (a broken one that gRPC has not noticed yet): each has its file.
-        part = self._directory / f"node-{node:03d}.{secrets.token_hex(4)}.part"
+    def _storing(self, progress: Callable[[int], None]) -> Iterator[None]:
         try:
-            yield part
+            yield
         except OSError as e:
             progress(0)  # the directory of a closed round is removed under a late push
             raise StoreError(f"the hub cannot store this push: {e.strerror or e}") from e
-        finally:
-            part.unlink(missing_ok=True)
 
-    def _write(
-        self, part: Path, opening: pb.PushOpening, chunks: Iterable[pb.Chunk], progress: Callable[[int], None]
-    ) -> None:
-        with part.open("xb") as file:
-            sink = ChunkSink(file, opening.total_bytes)
-            for chunk in chunks:
-                progress(sink.take(chunk))
-            sink.finish()
-            os.fsync(file.fileno())
+    def _check_and_commit(self, part: Path, node: int, commit: Commit) -> bool:
+        with self._checking:
+            self._check(part, node, self._forms_of(node))
+        with self._lock:
+            return self._commit(part, node, commit)
 
     def _check(self, part: Path, node: int, forms: Forms) -> None:
         payload = StoredPayload.open(part, f"push of node {node}", header_limit(forms))

@@ -36,33 +36,41 @@ class JoinReply(_message.Message):
     absent: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., pushed: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Chunk(_message.Message):
-    __slots__ = ("offset", "crc32", "data")
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    offset: int
-    crc32: int
-    data: bytes
-    def __init__(self, offset: _Optional[int] = ..., crc32: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class PushOpening(_message.Message):
-    __slots__ = ("caller", "round", "total_bytes")
+class OfferRequest(_message.Message):
+    __slots__ = ("caller", "round", "payload", "total_bytes")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     round: int
+    payload: str
     total_bytes: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., payload: _Optional[str] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
-class PushRequest(_message.Message):
-    __slots__ = ("opening", "chunk")
-    OPENING_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    opening: PushOpening
-    chunk: Chunk
-    def __init__(self, opening: _Optional[_Union[PushOpening, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+class OfferReply(_message.Message):
+    __slots__ = ("offset", "chunk_bytes", "complete")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    chunk_bytes: int
+    complete: bool
+    def __init__(self, offset: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class PushOpening(_message.Message):
+    __slots__ = ("caller", "round", "total_bytes", "payload", "offset")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    round: int
+    total_bytes: int
+    payload: str
+    offset: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., total_bytes: _Optional[int] = ..., payload: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("repeated",)
@@ -71,32 +79,32 @@ class PushReply(_message.Message):
     def __init__(self, repeated: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "have_round")
+    __slots__ = ("caller", "have_round", "part", "part_bytes")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HAVE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     have_round: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., have_round: _Optional[int] = ...) -> None: ...
+    part: str
+    part_bytes: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., have_round: _Optional[int] = ..., part: _Optional[str] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class PullOpening(_message.Message):
-    __slots__ = ("round", "total_bytes", "full", "absent")
+    __slots__ = ("round", "total_bytes", "full", "absent", "payload", "offset")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     round: int
     total_bytes: int
     full: bool
     absent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class PullReply(_message.Message):
-    __slots__ = ("opening", "chunk")
-    OPENING_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    opening: PullOpening
-    chunk: Chunk
-    def __init__(self, opening: _Optional[_Union[PullOpening, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    payload: str
+    offset: int
+    def __init__(self, round: _Optional[int] = ..., total_bytes: _Optional[int] = ..., full: _Optional[bool] = ..., absent: _Optional[_Iterable[int]] = ..., payload: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("caller", "round", "timeout_s")

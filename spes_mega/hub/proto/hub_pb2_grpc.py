@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class HubStub:
-    """Missing associated documentation comment in .proto file."""
+    """Weights travel by two more methods, of service Transfer (see transfer.py and frames.py):
+    Push: a PushOpening, then frames; returns a PushReply.
+    Pull: takes a PullRequest; returns a PullOpening, then frames.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,15 +42,10 @@ class HubStub:
                 request_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.JoinRequest.SerializeToString,
                 response_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.JoinReply.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_unary(
-                '/spes_mega.hub.v1.Hub/Push',
-                request_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushRequest.SerializeToString,
-                response_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushReply.FromString,
-                _registered_method=True)
-        self.Pull = channel.unary_stream(
-                '/spes_mega.hub.v1.Hub/Pull',
-                request_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullRequest.SerializeToString,
-                response_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullReply.FromString,
+        self.Offer = channel.unary_unary(
+                '/spes_mega.hub.v1.Hub/Offer',
+                request_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferRequest.SerializeToString,
+                response_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferReply.FromString,
                 _registered_method=True)
         self.WaitRound = channel.unary_unary(
                 '/spes_mega.hub.v1.Hub/WaitRound',
@@ -67,7 +65,10 @@ class HubStub:
 
 
 class HubServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Weights travel by two more methods, of service Transfer (see transfer.py and frames.py):
+    Push: a PushOpening, then frames; returns a PushReply.
+    Pull: takes a PullRequest; returns a PullOpening, then frames.
+    """
 
     def Join(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -75,15 +76,8 @@ class HubServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Push(self, request_iterator, context):
-        """One opening, then chunks in order.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pull(self, request, context):
-        """One opening, then chunks in order.
+    def Offer(self, request, context):
+        """How much of a payload the hub holds already; asked before a push, and again after it broke.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,15 +110,10 @@ def add_HubServicer_to_server(servicer, server):
                     request_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.JoinRequest.FromString,
                     response_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.JoinReply.SerializeToString,
             ),
-            'Push': grpc.stream_unary_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushRequest.FromString,
-                    response_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushReply.SerializeToString,
-            ),
-            'Pull': grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullRequest.FromString,
-                    response_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullReply.SerializeToString,
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferRequest.FromString,
+                    response_serializer=spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferReply.SerializeToString,
             ),
             'WaitRound': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitRound,
@@ -150,7 +139,10 @@ def add_HubServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Hub:
-    """Missing associated documentation comment in .proto file."""
+    """Weights travel by two more methods, of service Transfer (see transfer.py and frames.py):
+    Push: a PushOpening, then frames; returns a PushReply.
+    Pull: takes a PullRequest; returns a PullOpening, then frames.
+    """
 
     @staticmethod
     def Join(request,
@@ -180,7 +172,7 @@ class Hub:
             _registered_method=True)
 
     @staticmethod
-    def Push(request_iterator,
+    def Offer(request,
             target,
             options=(),
             channel_credentials=None,
@@ -190,39 +182,12 @@ class Hub:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/spes_mega.hub.v1.Hub/Push',
-            spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushRequest.SerializeToString,
-            spes__mega_dot_hub_dot_proto_dot_hub__pb2.PushReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
-            '/spes_mega.hub.v1.Hub/Pull',
-            spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullRequest.SerializeToString,
-            spes__mega_dot_hub_dot_proto_dot_hub__pb2.PullReply.FromString,
+            '/spes_mega.hub.v1.Hub/Offer',
+            spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferRequest.SerializeToString,
+            spes__mega_dot_hub_dot_proto_dot_hub__pb2.OfferReply.FromString,
             options,
             channel_credentials,
             insecure,
