@@ -11,7 +11,7 @@ import xxhash
 
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import PayloadError, StaleRoundError
+from spes_mega.hub.faults import BrokenTransferError, PayloadError, StaleRoundError
 from spes_mega.hub.forms import Form, data_bytes, in_fp32, payload_header, row_slices
 from spes_mega.hub.frames import CHUNK_BYTES, PREFIX_BYTES, Piece, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
@@ -169,7 +169,7 @@ class Run:
 
         try:
             return self.staging.receive(node, opening, frames, progress, commit, end)
-        except PayloadError:
+        except (PayloadError, BrokenTransferError):
             self.rounds.check_open(opening.round)  # closed meanwhile: the next one may ask this node for other experts
             raise
 

@@ -18,12 +18,14 @@ from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull
 from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub import client as client_module
 from spes_mega.hub import server as server_module
+from spes_mega.hub.channel import Channel
 from spes_mega.hub.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
 from spes_mega.hub.forms import in_fp32
+from spes_mega.hub.frames import CHUNK_BYTES, Arrival, frame_of
 from spes_mega.hub.guard import Guard
 from spes_mega.hub.ledger import RoundRecord
-from spes_mega.hub.payload import CHUNK_BYTES, chunk_of, write_payload
+from spes_mega.hub.payload import write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.server import HubServer
@@ -168,10 +170,13 @@ def test_a_faulty_push_is_refused_and_changes_nothing(start_hub, connect, tmp_pa
     assert client.status()["nodes"][0]["last_pushed_round"] == 0
 
 
-def raw_push(client, chunks, total, **opening):
-    fields = {"caller": client._caller, "round": 0, "total_bytes": total} | opening
-    requests = [pb.PushRequest(opening=pb.PushOpening(**fields)), *(pb.PushRequest(chunk=c) for c in chunks)]
-    return client._channel.call("Push", iter(requests), 10)
+def push_messages(client, frames, total, **fields):
+    opening = {"caller": client._caller, "round": 0, "total_bytes": total, "payload": "id"} | fields
+    return iter([pb.PushOpening(**opening).SerializeToString(), *frames])
+
+
+def raw_push(client, frames, total, **fields):
+    return client._channel.call("Push", push_messages(client, frames, total, **fields), 10)
 
 
 def test_streams_that_are_no_push_are_refused(start_hub, connect, tmp_path):
@@ -180,21 +185,38 @@ def test_streams_that_are_no_push_are_refused(start_hub, connect, tmp_path):
     client.join()
     size = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values()) * 4 + 1000
     data = b"\xff" * size
-    damaged = chunk_of(0, data)
-    damaged.crc32 ^= 1
     with pytest.raises(PayloadError, match="a push begins with its opening"):
-        client._channel.call("Push", iter([pb.PushRequest(chunk=damaged)]), 10)
-    for chunks, message in (
-        ([damaged], "bad checksum"),
-        ([chunk_of(0, data[:-1])], f"ended after {size - 1} of {size}"),
-        ([chunk_of(0, data)], "not a safetensors file"),
+        client._channel.call("Push", iter([frame_of(0, data)]), 10)
+    with pytest.raises(PayloadError, match="a push begins with its opening"):
+        client._channel.call("Push", iter([]), 10)
+    for frames, message in (
+        ([frame_of(0, data[:-1])], f"ended after {size - 1} of {size}"),
+        ([frame_of(0, data)], "not a safetensors file"),
+        ([frame_of(7, data)], "a chunk for byte 7 came where byte 0 was due"),
     ):
         with pytest.raises(PayloadError, match=message):
-            raw_push(client, chunks, size)
+            raw_push(client, frames, size)
     with pytest.raises(PayloadError, match="a push of 1099511627776 bytes"):
         raw_push(client, [], 1 << 40)
+    with pytest.raises(PayloadError, match="the id of a payload has 1 to 64 characters"):
+        raw_push(client, [], size, payload="x" * 65)
     assert list((tmp_path / "state/pushes/000000").iterdir()) == []
-    assert len(client.status()["rejected"]) == 4
+    assert len(client.status()["rejected"]) == 5
+
+
+def test_a_damaged_chunk_is_listed_and_what_came_before_it_stands(start_hub, connect):
+    recipe = make_recipe()
+    client = connect(start_hub(recipe), 0)
+    client.join()
+    size = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values()) * 4 + 1000
+    damaged = frame_of(100, b"good")[:-1] + b"!"
+    with pytest.raises(grpc.RpcError) as raised:
+        client._channel.open("Push", push_messages(client, [frame_of(0, bytes(100)), damaged], size), 10)
+    assert raised.value.code() == grpc.StatusCode.DATA_LOSS
+    offer = pb.OfferRequest(caller=client._caller, round=0, payload="id", total_bytes=size)
+    reply = client._channel.call("Offer", offer, 10)
+    assert (reply.offset, reply.complete) == (100, False)
+    assert [r["reason"] for r in client.status()["rejected"]] == ["bad checksum of the chunk at byte 100"]
 
 
 def test_the_same_push_again_is_accepted_and_another_one_refused(start_hub, connect):
@@ -311,23 +333,24 @@ def test_a_second_process_of_a_node_takes_over(start_hub, connect):
     push(new, recipe, 0, fabricate(recipe, 0, 0))
 
 
-def test_a_download_that_was_damaged_is_done_again(start_hub, connect, monkeypatch):
-    recipe = make_recipe(num_nodes=1)
+def test_a_download_that_was_damaged_goes_on_with_the_damaged_chunk(start_hub, connect, monkeypatch, tmp_path):
+    recipe = make_recipe({"vocab_size": 90_000}, num_nodes=1)
     client = connect(start_hub(recipe), 0)
+    size = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values()) * 4
     taken = 0
-    take = client_module.ChunkSink.take
+    take = Arrival.take
 
-    def damaging(self, chunk):
+    def damaging(self, frame):
         nonlocal taken
         taken += 1
-        if taken == 1:
-            chunk.data = bytes(len(chunk.data))
-        return take(self, chunk)
+        return take(self, frame[:-1] + bytes([frame[-1] ^ 1]) if taken == 3 else frame)
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_module.ChunkSink, "take", damaging)
-        assert len(pull(client)[1]) == len(shapes_of(recipe, 0))
-    assert taken > 1
+        patch.setattr(Arrival, "take", damaging)
+        state = pull(client)[1]
+    assert taken > 5
+    assert client.bytes_down - size < 20_000  # nothing came twice but the damaged chunk, which is not counted
+    assert_same(state, read_state(tmp_path / "state/rounds/000000"))
 
 
 def test_it_starts_from_a_checkpoint_of_the_right_shape_only(start_hub, connect, tmp_path):
@@ -463,7 +486,7 @@ class Relay:
 
 @pytest.fixture
 def short_attempts(monkeypatch):
-    monkeypatch.setattr(client_module, "ATTEMPT_S", 1.0)
+    monkeypatch.setattr(client_module, "ANSWER_S", 1.0)
     monkeypatch.setattr(client_module, "POLL_S", 0.2)
 
 
@@ -528,11 +551,9 @@ def stalled_push(client, recipe, node, go_on):
         size = write_payload(file, in_fp32(shapes), fabricate(recipe, node, 0).items(), {})
         file.seek(0)
         half, rest = file.read(size // 2), file.read()
-    opening = pb.PushOpening(caller=client._caller, round=0, total_bytes=size)
-    yield pb.PushRequest(opening=opening)
-    yield pb.PushRequest(chunk=chunk_of(0, half))
+    yield from push_messages(client, [frame_of(0, half)], size)
     go_on.wait(20)
-    yield pb.PushRequest(chunk=chunk_of(len(half), rest))
+    yield frame_of(len(half), rest)
 
 
 def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_hub, connect, tmp_path):
@@ -562,18 +583,19 @@ def test_a_push_whose_answer_was_lost_is_accepted_again_after_the_close(start_hu
     one.join()
     push(zero, recipe, 0, fabricate(recipe, 0, 0))
     with monkeypatch.context() as patch:
-        upload, attempts = HubClient._upload, []
+        open_, attempts = Channel.open, []
 
-        def lose_first_answer(self, opening, spool):
-            upload(self, opening, spool)
-            attempts.append(opening.round)
-            if len(attempts) == 1:
-                assert self.wait_round(1) == 1
+        def lose_first_answer(self, method, request, timeout_s):
+            answer = open_(self, method, request, timeout_s)
+            if method == "Push":
+                attempts.append(method)
+                assert one.wait_round(1) == 1
                 raise PayloadError("the answer was lost")
+            return answer
 
-        patch.setattr(HubClient, "_upload", lose_first_answer)
+        patch.setattr(Channel, "open", lose_first_answer)
         push(one, recipe, 0, fabricate(recipe, 1, 0))
-        assert attempts == [0, 0]
+        assert attempts == ["Push"]  # the hub says that nothing is missing
     hub.stop()
     again = start_hub(recipe)  # and it is remembered
     one = moved(one, again)
@@ -604,7 +626,7 @@ def test_a_repeated_push_that_is_overtaken_by_the_close_is_accepted(start_hub):
     one.close()
 
 
-def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing(start_hub, connect, tmp_path):
+def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing_after_its_round(start_hub, connect, tmp_path):
     recipe = make_recipe()
     hub = start_hub(recipe)
     client = connect(hub, 1)
@@ -619,8 +641,12 @@ def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing(start_hub, conne
     while not (rejected := client.status()["rejected"]):
         time.sleep(0.01)
     assert rejected == [{"node": 1, "round": 0, "reason": "the upload broke off"}]
-    assert list(staged.iterdir()) == []
     push(client, recipe, 0, fabricate(recipe, 1, 0))
+    with connect(hub, 0) as other:
+        other.join()
+        push(other, recipe, 0, fabricate(recipe, 0, 0))
+        assert other.wait_round(1) == 1
+    until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
 
 
 def test_a_finished_run_serves_its_last_state_once_more_and_makes_up_for_a_lost_snapshot(start_hub, connect, tmp_path):

@@ -7,20 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_mega.hub import payload as payload_module
 from spes_mega.hub.faults import PayloadError
 from spes_mega.hub.forms import data_bytes, forms_of, header_limit, in_fp32, payload_header, row_slices
 from spes_mega.hub.payload import (
-    CHUNK_BYTES,
-    ChunkSink,
     PayloadWriter,
     StoredPayload,
-    chunk_of,
-    file_chunks,
-    piece_chunks,
     write_payload,
 )
-from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.layout.safetensors_format import pack_header
 from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.outer.codecs import codec_named
@@ -164,53 +157,6 @@ def test_any_bytes_are_a_payload_or_a_payload_error(content):
         file.flush()
         with pytest.raises(PayloadError):
             StoredPayload(file, "x").check(FORMS)
-
-
-def collect(chunks, total):
-    with tempfile.TemporaryFile() as file:
-        sink = ChunkSink(file, total)
-        for chunk in chunks:
-            sink.take(chunk)
-        sink.finish()
-        file.seek(0)
-        return file.read()
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=40), max_size=10))
-def test_pieces_of_any_size_arrive_as_one_stream(pieces):
-    whole = b"".join(pieces)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(payload_module, "CHUNK_BYTES", 16)
-        chunks = list(piece_chunks(pieces))
-    assert all(len(chunk.data) == 16 for chunk in chunks[:-1])
-    assert collect(chunks, len(whole)) == whole
-
-
-def test_a_file_longer_than_a_chunk_arrives_whole():
-    whole = torch.arange(CHUNK_BYTES // 2, dtype=torch.int32).numpy().tobytes() + b"x"
-    with tempfile.TemporaryFile() as file:
-        file.write(whole)
-        file.flush()
-        chunks = list(file_chunks(file, len(whole)))
-    assert [len(chunk.data) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 1]
-    assert collect(chunks, len(whole)) == whole
-
-
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([chunk_of(0, b"ab"), chunk_of(3, b"cd")], "a chunk for byte 3 came where byte 2 was due"),
-        ([chunk_of(0, b"ab"), chunk_of(0, b"ab")], "a chunk for byte 0 came where byte 2 was due"),
-        ([chunk_of(0, b"abcde")], "more bytes came than the 4"),
-        ([chunk_of(0, b"")], "a chunk of 0 bytes"),
-        ([pb.Chunk(offset=0, crc32=1, data=b"ab")], "bad checksum of the chunk at byte 0"),
-        ([chunk_of(0, b"abc")], "the stream ended after 3 of 4 bytes"),
-    ],
-)
-def test_damaged_streams_are_refused(chunks, message):
-    with pytest.raises(PayloadError, match=message):
-        collect(chunks, 4)
 
 
 @given(st.integers(1, 50), st.integers(1, 30), st.integers(1, 5))
