@@ -16,7 +16,7 @@ from spes_mega.hub.faults import DamagedError, PayloadError
 CHUNK_BYTES = 2 << 20
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 3 << 20  # with its prefix below gRPC's default limit of 4 MiB a message
-_IN_FLIGHT_BYTES = 8 << 20
+_IN_FLIGHT_BYTES = 4 << 20
 _PREFIX = struct.Struct("<QQ")
 PREFIX_BYTES = _PREFIX.size
 

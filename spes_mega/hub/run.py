@@ -13,7 +13,7 @@ from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.faults import BrokenTransferError, PayloadError, StaleRoundError
 from spes_mega.hub.forms import Form, data_bytes, in_fp32, payload_header, row_slices
-from spes_mega.hub.frames import CHUNK_BYTES, PREFIX_BYTES, Piece, chunk_bytes, frames
+from spes_mega.hub.frames import PREFIX_BYTES, Piece, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Presence, expected_back
@@ -195,7 +195,7 @@ class Run:
             payload=payload, offset=begin,
         ).SerializeToString()  # fmt: skip
         with self._store.open_state(record.round) as state:
-            for frame in frames(_pieces(header, names, state), self._chunk_bytes, begin):
+            for frame in frames(_pieces(header, names, state, self._chunk_bytes), self._chunk_bytes, begin):
                 count = len(frame) - PREFIX_BYTES
                 yield frame
                 self.ledger.count_down(node, count)
@@ -284,11 +284,11 @@ class Run:
             self._console.say("snapshot", f"snapshot {path}", path=str(path), round=self.newest.round)
 
 
-def _pieces(header: bytes, names: list[str], state: Checkpoint) -> Iterator[Piece]:
+def _pieces(header: bytes, names: list[str], state: Checkpoint, at_once: int) -> Iterator[Piece]:
     yield Piece(len(header), lambda: header)
     for name in names:
         shape = state.shape(name)
-        for start, stop in row_slices(shape, budget=CHUNK_BYTES):
+        for start, stop in row_slices(shape, budget=at_once):
             size = byte_count(torch.float32, (stop - start, *shape[1:]))
             yield Piece(size, partial(_rows, state, name, start, stop))
 

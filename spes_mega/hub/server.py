@@ -33,7 +33,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.bdp_probe", 0),  # it would let what each upload has on its way in grow to 16 MiB
 )
-ARRIVING_BYTES = 16 << 20
+ARRIVING_BYTES = 4 << 20
 """What all uploads together may have on their way in beside one chunk each: about bandwidth times delay."""
 
 
