@@ -9,7 +9,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from spes_mega.errors import HubRefusedError, SpesError, StoreError
 from spes_mega.hub.console import Console
 from spes_mega.hub.guard import Guard, TokenInterceptor
+from spes_mega.hub.limits import CALLS_PER_NODE
 from spes_mega.hub.members import Presence
+from spes_mega.hub.messages import MessageInterceptor
 from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
@@ -24,6 +26,12 @@ LINGER_S = 30.0
 the last round is late, and, if it was started on a finished run, anybody who wants the last state."""
 MAX_WORKERS = 256
 SERVER_OPTIONS = (
+    # What a peer can make the hub hold in memory before anything of it is checked.
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.so_reuseport", 0),  # a second hub on the same port is an error, not a coin toss
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -46,11 +54,11 @@ class HubServer:
         """Raises HubRefusedError: the address is not free."""
         self._guard = guard
         self._console = console
-        # A node has at most a long poll, two uploads and a download at a time; status and health come on top.
-        workers = min(MAX_WORKERS, 4 * recipe.spes.num_nodes + 8)
+        # status and health come on top
+        workers = min(MAX_WORKERS, CALLS_PER_NODE * recipe.spes.num_nodes + 8)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
-            interceptors=[TokenInterceptor(guard)],
+            interceptors=[TokenInterceptor(guard), MessageInterceptor()],
             options=(*SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", _window_bytes(recipe.spes.num_nodes))),
             maximum_concurrent_rpcs=2 * workers,
         )
