@@ -217,6 +217,11 @@ class Run:
                 count = len(frame) - PREFIX_BYTES
                 yield frame
                 self.ledger.count_down(node, count)
+        self.rounds.served(node, record.round)
+
+    def drain_requested(self) -> bool:
+        """Whether somebody asked this run's hub to end after the open round."""
+        return self._store.drain_requested()
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
