@@ -8,6 +8,7 @@ import click
 
 from spes_mega import __version__
 from spes_mega.errors import SpesError
+from spes_mega.overlays import accept_overlays
 
 # name -> (module:attribute, one line of help). The help stands here so that listing it imports nothing.
 COMMANDS = {
@@ -18,6 +19,7 @@ COMMANDS = {
     "convert": ("spes_mega.tools.convert:command", "Write a checkpoint as another family, dtype or format."),
     "inspect": ("spes_mega.tools.inspect:command", "Show what a checkpoint is, and how alike its experts are."),
     "keys": ("spes_mega.tools.keys:command", "Make the keys of a run: certificates, and a token for each node."),
+    "plan": ("spes_mega.tools.plan.command:command", "Memory, network and time that a recipe needs, before it is run."),
     "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),
     "launch": ("spes_mega.node.launch:command", "Train as one node of a run, under the deepspeed launcher."),
     "status": ("spes_mega.tools.status:command", "Show what a running hub is doing."),
@@ -36,7 +38,7 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
+        return accept_overlays(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

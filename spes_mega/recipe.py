@@ -1,7 +1,7 @@
 """The recipe: one YAML file that describes a run.
 
 Every default lives here, once. Commands generate their flags from these sections (`options.py`),
-and any field can be set from the command line by `--set section.field=value`.
+and any field can be set from the command line by `--set section.field=value`, or by an overlay: a file with some keys.
 Fields marked *local* may differ from node to node; all others are part of `Recipe.digest()`, on which
 hub and nodes must agree.
 """
@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -153,13 +153,6 @@ class SpesSection(Section):
         default=7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes"
     )
     rpc_deadline_s: float = Field(default=600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
-    max_update_norm: float | None = Field(
-        default=None,
-        gt=0,
-        json_schema_extra=LOCAL,
-        description="largest L2 norm of what a node's push changes, over all its tensors; the hub refuses a push above "
-        "it; default: any finite one",
-    )
     snapshot_every: Positive = Field(
         default=10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
     )
@@ -372,27 +365,41 @@ def is_local(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("local"))
 
 
-def load_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file and apply `section.field=value` overrides (values are YAML).
+Key = tuple[int | str, ...]
+Source = str | Callable[[Key], str]
+"""Where a recipe comes from, or where the value of a key does."""
+
+
+def load_recipe(path: Path | str, overrides: Iterable[str | Path] = ()) -> Recipe:
+    """Read a recipe file and lay `overrides` over it, in this order.
+
+    A `Path` is an overlay, a YAML file with some of a recipe's keys; a text is `section.field=value` (a YAML value).
+    Relative paths to data start at the folder of the file that has them.
 
     Raises:
-        RecipeError: the file cannot be read, or a key or value is wrong; the message names file and key.
+        RecipeError: a file cannot be read, or a key or value is wrong; the message names file (or override) and key.
     """
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise RecipeError(f"{path}: cannot read the recipe: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise RecipeError(f"{path}: not valid YAML: {e}") from e
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping with sections such as model, spes, train")
+    raw = _read(Path(path), "recipe")
+    layers = [(str(path), raw)]
     for override in overrides:
-        _apply_override(raw, override)
-    return parse_recipe(raw, source=str(path), base=path.resolve().parent)
+        if isinstance(override, Path):
+            layers.append((str(override), _read(override, "overlay")))
+            raw = _overlaid(raw, layers[-1][1])
+        else:
+            layers.append((f"--set {override}", _parse_override(override)))
+            raw = _set(raw, layers[-1][1])
+    return parse_recipe(raw, source=lambda key: _origin(layers, key), base=Path(path).resolve().parent)
 
 
-def parse_recipe(raw: dict[str, Any], *, source: str, base: Path) -> Recipe:
+def override_recipe(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """`recipe` with `section.field=value` laid over it. Raises RecipeError: a key or value is wrong."""
+    raw = recipe.model_dump(mode="json")
+    for override in overrides:
+        raw = _set(raw, _parse_override(override))
+    return parse_recipe(raw, source=recipe.name, base=Path())
+
+
+def parse_recipe(raw: dict[str, Any], *, source: Source, base: Path) -> Recipe:
     """Check a raw mapping; relative data paths are taken from `base`. Raises RecipeError naming `source`."""
     try:
         recipe = Recipe.model_validate(raw)
@@ -404,7 +411,24 @@ def parse_recipe(raw: dict[str, Any], *, source: str, base: Path) -> Recipe:
     return recipe
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def _read(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file, with its path to data made absolute if it is an overlay's."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise RecipeError(f"{path}: cannot read the {what}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise RecipeError(f"{path}: not valid YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping with sections such as model, spes, train")
+    data = raw.get("data")
+    if what == "overlay" and isinstance(data, dict) and isinstance(data.get("train"), str):
+        data["train"] = str(path.resolve().parent / Path(data["train"]).expanduser())
+    return raw
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    """`section.field=value` as the mapping that it stands for."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise RecipeError(f"--set {override}: expected section.field=value")
@@ -412,16 +436,57 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as e:
         raise RecipeError(f"--set {override}: the value is not valid YAML") from e
+    path = _Inner()
     *sections, field = key.split(".")
-    target = raw
-    for section in sections:
-        inner = target.get(section)
-        target[section] = dict(inner) if isinstance(inner, dict) else {}
-        target = target[section]
-    target[field] = value
+    path[field] = value
+    for section in reversed(sections):
+        path = _Inner({section: path})
+    return path
 
 
-def explain(source: str, error: ValidationError, top: type[BaseModel]) -> list[str]:
+def _overlaid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Mappings are merged at every depth; everything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        if isinstance(value, dict):
+            merged[key] = _overlaid(inner if isinstance(inner, dict) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _set(below: dict[str, Any], path: dict[str, Any]) -> dict[str, Any]:
+    """`below` with the value at the end of `path`, nested mappings of one key each; the value takes the place whole."""
+    ((key, value),) = path.items()
+    inner = below.get(key)
+    if isinstance(value, _Inner):
+        value = _set(inner if isinstance(inner, dict) else {}, value)
+    return below | {key: value}
+
+
+class _Inner(dict[str, Any]):
+    """A mapping on the way to a value that is set, as opposed to a mapping that is the value."""
+
+
+def _origin(layers: list[tuple[str, dict[str, Any]]], key: Key) -> str:
+    """The last layer that says something of `key`, or of most of it; the recipe for what nobody says."""
+    for length in range(len(key), 0, -1):
+        for source, layer in reversed(layers):
+            if _has(layer, key[:length]):
+                return source
+    return layers[0][0]
+
+
+def _has(layer: Any, key: Key) -> bool:
+    for part in key:
+        if not isinstance(layer, dict) or part not in layer:
+            return False
+        layer = layer[part]
+    return True
+
+
+def explain(source: Source, error: ValidationError, top: type[BaseModel]) -> list[str]:
     """One line for each fault: file, key, what was wrong, and for an unknown key the nearest known one."""
     lines = []
     for fault in error.errors():
@@ -433,7 +498,8 @@ def explain(source: str, error: ValidationError, top: type[BaseModel]) -> list[s
             message = fault["msg"].removeprefix("Value error, ")
             if fault["type"] not in ("value_error", "missing"):
                 message += f" (got {fault['input']!r})"
-        lines.append(f"{source}: {key + ': ' if key else ''}{message}")
+        origin = source if isinstance(source, str) else source(fault["loc"])
+        lines.append(f"{origin}: {key + ': ' if key else ''}{message}")
     return lines
 
 

@@ -12,7 +12,7 @@ ALLOWED = {
     "outer": set(),
     "model": GROUND | {"layout"},
     "hub": GROUND | {"layout", "outer", "options"},
-    "node": GROUND | {"layout", "outer", "model", "hub.client", "hub.access", "options"},
+    "node": GROUND | {"layout", "outer", "model", "hub.client", "hub.access", "options", "overlays"},
     "tools": GROUND | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.status", "options", "progress"},
     "upcycle": GROUND | {"layout", "options", "progress"},
 }

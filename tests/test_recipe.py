@@ -133,12 +133,50 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("name", "total"), [("tiny", None), ("2b", 1_989_000_000), ("7b", 7_300_000_000), ("9b", 9_120_000_000)]
+    ("name", "total"),
+    [("tiny", None), ("study-1b", 1_170_000_000), ("2b", 1_989_000_000), ("7b", 7_300_000_000), ("9b", 9_120_000_000)],
 )
 def test_shipped_recipes_load_and_have_the_size_they_are_named_after(name, total):
     loaded = load_recipe(CONFIGS / f"{name}.yaml")
     if total is not None:
         assert count_parameters(loaded.model).total == pytest.approx(total, rel=0.01)
+
+
+# arXiv 2602.11543: layers, hidden, heads, KV heads, expert width, experts, top-k, sequence, RoPE base, rows of the
+# embedding; nodes, experts a node, H; lr, warm-up.
+PUBLISHED = {
+    "study-1b": (12, 768, 12, 12, 2048, 16, 2, 2048, 500_000, 151_665, 4, 4, 100, 5e-4, 2000),
+    "7b": (16, 2048, 16, 16, 2048, 32, 4, 2048, 32_000, 151_665, 4, 8, 100, 4e-4, 2000),
+    "9b": (28, 2048, 16, 8, 6144, 8, 2, 4096, 1_000_000, 151_936, 4, 2, 100, 1e-4, 1000),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_recipes_have_the_published_settings(name):
+    loaded = load_recipe(CONFIGS / f"{name}.yaml")
+    model, spes, train = loaded.model, loaded.spes, loaded.train
+    assert PUBLISHED[name] == (
+        model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.expert_hidden_size,
+        model.num_experts, model.top_k, train.seq_len, model.rope_theta, model.vocab_size,
+        spes.num_nodes, model.num_experts // spes.num_nodes, spes.sync_every, train.lr, train.warmup_steps,
+    )  # fmt: skip
+    assert (train.min_lr_ratio, train.adam_beta1, train.adam_beta2, train.adam_eps) == (0.1, 0.9, 0.95, 1e-8)
+    assert (train.weight_decay, train.clip_grad) == (0.1, 1.0)
+    losses = (train.aux_loss_coeff, train.router_z_loss_coeff, train.logit_z_loss_coeff)
+    assert losses == (0.01, 0.001, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny", "study-1b", "2b", "7b", "9b"])
+def test_baselines_are_laid_over_every_recipe(name):
+    path = CONFIGS / f"{name}.yaml"
+    ours = load_recipe(path)
+    diloco = load_recipe(path, [CONFIGS / "baselines/diloco.yaml"])
+    assert (diloco.spes.ownership, diloco.spes.sync_every, diloco.spes.merge_steps) == ("all", 50, 0)
+    assert diloco.spes.num_nodes == ours.spes.num_nodes
+    centralized = load_recipe(path, [CONFIGS / "baselines/centralized.yaml"])
+    assert (centralized.spes.num_nodes, centralized.spes.merge_steps) == (1, 0)
+    assert diloco.model == centralized.model == ours.model
+    assert diloco.train == centralized.train == ours.train
 
 
 def test_counts_by_hand():
@@ -149,3 +187,52 @@ def test_counts_by_hand():
     assert counts.total == counts.shared + 2 * 4 * counts.expert
     assert counts.active == counts.shared + 2 * 2 * counts.expert
     assert counts.trainable(1) == counts.shared + 2 * counts.expert
+
+
+def overlay(tmp_path: Path, text: str, name: str = "over.yaml") -> Path:
+    folder = tmp_path / "overlays"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def moe_file(tmp_path: Path) -> Path:
+    return write(tmp_path, "model: {" + ", ".join(f"{k}: {v}" for k, v in MOE.items()) + "}\ntrain: {steps: 7}\n")
+
+
+def test_an_overlay_is_merged_at_every_depth_and_settings_come_last(tmp_path):
+    path = moe_file(tmp_path)
+    first = overlay(tmp_path, "spes: {num_nodes: 2, sync_every: 5}\ndata: {train: text}\n")
+    second = overlay(
+        tmp_path, "spes: {sync_every: 6}\ndeepspeed: {zero_optimization: {overlap_comm: true}}\n", "2.yaml"
+    )
+    loaded = load_recipe(path, [first, second, "spes.num_nodes=4", "deepspeed.zero_optimization.round=1"])
+    assert (loaded.spes.num_nodes, loaded.spes.sync_every, loaded.train.steps) == (4, 6, 7)
+    assert loaded.data.train == tmp_path / "overlays/text"
+    assert loaded.deepspeed == {"zero_optimization": {"overlap_comm": True, "round": 1}}
+
+
+def test_the_digest_is_that_of_the_merged_recipe(tmp_path):
+    path = moe_file(tmp_path)
+    by_overlay = load_recipe(path, [overlay(tmp_path, "spes: {num_nodes: 2, ownership: all}\n")])
+    assert by_overlay.digest() == load_recipe(path, ["spes.num_nodes=2", "spes.ownership=all"]).digest()
+    assert by_overlay.digest() != load_recipe(path).digest()
+
+
+def test_a_fault_names_the_file_or_setting_that_has_it(tmp_path):
+    path = moe_file(tmp_path)
+    over = overlay(tmp_path, "spes: {sync_evry: 5}\n")
+    with pytest.raises(RecipeError, match=rf"^{over}: spes\.sync_evry: unknown key; did you mean sync_every\?$"):
+        load_recipe(path, [over])
+    with pytest.raises(RecipeError, match=r"^--set train\.steps=0: train\.steps: .*greater than 0"):
+        load_recipe(path, [overlay(tmp_path, "train: {steps: 3}\n"), "train.steps=0"])
+    with pytest.raises(RecipeError, match=rf"^{over}: train: warmup_steps 9 is more than steps 7"):
+        load_recipe(path, [overlay(tmp_path, "train: {warmup_steps: 9}\n")])
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml: cannot read the overlay"):
+        load_recipe(path, [tmp_path / "nowhere.yaml"])
+
+
+def test_a_setting_takes_the_place_of_a_whole_mapping(tmp_path):
+    path = moe_file(tmp_path)
+    changed = load_recipe(path, ["deepspeed={a: {b: 1}}", "deepspeed.a={c: 2}"])
+    assert changed.deepspeed == {"a": {"c": 2}}

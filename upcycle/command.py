@@ -30,6 +30,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--config", type=_FILE, help="config.json of SRC, where it is not beside the weights")
 @click.option("--out", type=_PATH, help="the directory to make [default: SRC's name + '-moe', in the current folder]")
 @click.option("--recipe", type=_FILE, help="take the settings from this recipe; its model must fit the result")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field of --recipe")
 @recipe_options(UpcycleSection)
 @click.option("--calibration", type=_PATH, help="kmeans router: the text, as the prefix of an indexed dataset")
 @click.option("--dry-run", is_flag=True, help="only say what would be made")
@@ -40,6 +41,7 @@ def command(
     config: Path | None,
     out: Path | None,
     recipe: Path | None,
+    overrides: tuple[str | Path, ...],
     calibration: Path | None,
     dry_run: bool,
     verifying: bool,
@@ -72,7 +74,9 @@ def command(
       spes-mega upcycle Qwen3-1.7B --method split --granularity 4 --router-init normal
       spes-mega upcycle math code law news --method mix --num-experts 8 --router-init kmeans --calibration data/text
     """
-    base = load_recipe(recipe) if recipe else None
+    if overrides and not recipe:
+        raise click.UsageError("--set and --overlay change a recipe: give --recipe")
+    base = load_recipe(recipe, overrides) if recipe else None
     settings = merge_options(base.upcycle if base else UpcycleSection(), given)
     _check_calibration(settings, calibration)
     out = out or _default_out(src[0])

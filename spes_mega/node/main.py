@@ -13,6 +13,7 @@ from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.stop import Stopped, StopRequest
+from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
 
 
@@ -155,6 +156,7 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
+@accept_overlays
 @click.command()
 @node_options
 @click.option("--local_rank", type=int, hidden=True, help="given by the deepspeed launcher")

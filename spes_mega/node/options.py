@@ -25,7 +25,8 @@ class NodeOptions:
     keys: Path | None
     token_file: Path | None
     insecure: bool
-    overrides: tuple[str, ...]
+    overrides: tuple[str | Path, ...]
+    """As `load_recipe` takes them: overlays, then settings."""
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "NodeOptions":
@@ -56,7 +57,8 @@ class NodeOptions:
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
         insecure = ["--insecure"] if self.insecure else []
-        return [str(self.recipe), *given, *insecure, *(part for text in self.overrides for part in ("--set", text))]
+        over = [("--overlay" if isinstance(one, Path) else "--set", str(one)) for one in self.overrides]
+        return [str(self.recipe), *given, *insecure, *(part for pair in over for part in pair)]
 
 
 def node_options(command: Command) -> Command:

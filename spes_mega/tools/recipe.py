@@ -64,9 +64,11 @@ def _lists(value: Any) -> Any:
 @click.command(name="recipe")
 @click.argument("recipe", type=click.Path(path_type=Path), required=False)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field of RECIPE")
-def command(recipe: Path | None, overrides: tuple[str, ...]) -> None:
+def command(recipe: Path | None, overrides: tuple[str | Path, ...]) -> None:
     """Print every field of a recipe with its meaning, as YAML.
 
     With RECIPE, its checked values; without, the defaults, and ... for fields that have none.
     """
+    if recipe is None and overrides:
+        raise click.UsageError("--set and --overlay change a RECIPE: name one")
     click.echo(explain_recipe(load_recipe(recipe, overrides) if recipe is not None else None), nl=False)

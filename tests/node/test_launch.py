@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from spes_mega.errors import RecipeError, SpesError
 from spes_mega.node import main as main_module
@@ -12,7 +13,8 @@ from spes_mega.node.checks import check_node
 from spes_mega.node.launch import free_port, launcher_arguments
 from spes_mega.node.main import _ranges
 from spes_mega.node.options import NodeOptions, node_options
-from spes_mega.recipe import Recipe, _apply_override
+from spes_mega.overlays import accept_overlays
+from spes_mega.recipe import Recipe, load_recipe
 
 MODEL = {
     "family": "qwen3_moe", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
@@ -23,6 +25,7 @@ MODEL = {
 def parse(*arguments):
     found = []
 
+    @accept_overlays
     @click.command()
     @node_options
     def command(**options):
@@ -37,10 +40,14 @@ def test_options_survive_the_way_through_the_launcher():
         "r.yaml", "--node", "3", "--hub", "h:1", "--token-file", "t", "--insecure", "--set", "a.b=1", "--set", "c=[2]"
     )
     assert options.out == Path("runs/node-3")
+    assert options.overrides == ("a.b=1", "c=[2]")
     assert parse(*options.arguments()) == options
     keyed = parse("r.yaml", "--hub", "h:1", "--keys", "k")
     assert keyed.keys == Path("k")
     assert parse(*keyed.arguments()) == keyed
+    overlaid = parse("r.yaml", "--set", "a.b=1", "--overlay", "all.yaml")
+    assert overlaid.overrides == (Path("all.yaml"), "a.b=1")
+    assert parse(*overlaid.arguments()) == overlaid
     alone = parse("r.yaml", "--init", "dir", "--out", "here")
     assert (alone.node, alone.hub) == (0, None)
     assert parse(*alone.arguments()) == alone
@@ -49,10 +56,8 @@ def test_options_survive_the_way_through_the_launcher():
 def test_data_of_this_node_is_found_from_the_current_folder_whatever_its_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     options = parse("r.yaml", "--data", "my data: part #1")
-    raw = {"model": MODEL}
-    for override in options.overrides:
-        _apply_override(raw, override)
-    assert raw["data"] == {"train": str(tmp_path / "my data: part #1")}
+    Path("r.yaml").write_text(yaml.safe_dump({"model": MODEL}))
+    assert load_recipe("r.yaml", options.overrides).data.train == tmp_path / "my data: part #1"
     assert parse(*options.arguments()) == options
 
 

@@ -1,0 +1,62 @@
+"""Quantities as people write them: 48GiB, 1Gbps."""
+
+import re
+
+import click
+
+_BYTES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_BITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class Bytes(click.ParamType[int]):
+    """48GiB, 80GB, or a plain number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes; a usage error for anything else."""
+        match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?|)B?", str(value).strip().upper())
+        if not match or match[2] not in _BYTES or not _is_positive(match[1]):
+            self.fail(f"{value!r}: expected a size such as 48GiB or 80GB", param, ctx)
+        return round(float(match[1]) * _BYTES[match[2]])
+
+
+class BitsPerSecond(click.ParamType[float]):
+    """1Gbps, 100Mbit/s, or a plain number of bits a second."""
+
+    name = "rate"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Bits a second; a usage error for anything else."""
+        match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(BPS|BIT/S|)", str(value).strip().upper())
+        if not match or not _is_positive(match[1]):
+            self.fail(f"{value!r}: expected bits a second such as 1Gbps or 100Mbps", param, ctx)
+        return float(match[1]) * _BITS[match[2]]
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for a person: in units of 10^9."""
+    return f"{count / 1e9:,.2f} GB" if count < 1e12 else f"{count / 1e12:,.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86_400:,.1f} days"
+
+
+def rate(bits_per_s: float) -> str:
+    """Bits a second for a person."""
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:g} {unit}"
+    return f"{bits_per_s:g} bit/s"

@@ -1,0 +1,26 @@
+import click
+import pytest
+
+from spes_mega.tools.plan.units import BitsPerSecond, Bytes, duration
+
+
+@pytest.mark.parametrize(("text", "expected"), [("48GiB", 48 << 30), ("80GB", 80 * 10**9), ("1.5k", 1500), ("7", 7)])
+def test_sizes(text, expected):
+    assert Bytes().convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1Gbps", 1e9), ("100Mbit/s", 1e8), ("9600", 9600)])
+def test_rates(text, expected):
+    assert BitsPerSecond().convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize("text", ["much", "-1GB", "0GB", "1.2.3GB", "48GiB/s"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(click.BadParameter, match="expected a size"):
+        Bytes().convert(text, None, None)
+    with pytest.raises(click.BadParameter, match="expected bits a second"):
+        BitsPerSecond().convert(text, None, None)
+
+
+def test_durations_are_in_the_unit_of_their_size():
+    assert [duration(s) for s in (0.5, 90, 600, 36_000, 864_000)] == ["0.5 s", "90 s", "10 min", "10 h", "10.0 days"]
