@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.fusions import Fusion
+from spes_mega.layout.fusions import Fusion, copy
 from spes_mega.layout.megatron_names import Rule, rule_of
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model.partitioned_experts import PartitionedExperts
@@ -45,11 +45,17 @@ class Entry:
     def join(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The parameter's value from its canonical tensors, in their dtype and on their device.
 
+        The value of a parameter that is one tensor is that tensor, not a copy.
+
         Raises:
             CheckpointError: a tensor is missing or has another shape; names it.
         """
         if missing := [name for name in self.names if name not in tensors]:
             raise CheckpointError(f"{missing[0]}: missing, needed for the parameter {self.parameter_name}")
+        if self.fusion is copy:
+            (name,) = self.names
+            self._check(name, tensors[name], self.shape)
+            return tensors[name]
         out = tensors[self.names[0]].new_empty(self.shape)
         for name in self.names:
             self.fill(out, name, tensors[name])

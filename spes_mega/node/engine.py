@@ -21,6 +21,8 @@ OWN_SECTIONS = {
     "amp": "train.dtype",
 }
 
+PIECE_ELEMENTS = 32 << 20
+
 
 def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
     """A DeepSpeedEngine for a model whose frozen parameters have requires_grad False.
@@ -31,7 +33,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
     import deepspeed
 
     optimizer = torch.optim.AdamW(
-        parameter_groups(gpt.parameters(), recipe.train.weight_decay),
+        in_pieces(parameter_groups(gpt.parameters(), recipe.train.weight_decay)),
         lr=recipe.train.lr,
         betas=(recipe.train.adam_beta1, recipe.train.adam_beta2),
         eps=recipe.train.adam_eps,
@@ -41,7 +43,26 @@ def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
+    _measure_norms_in_parts(engine.optimizer)
     return engine
+
+
+def _measure_norms_in_parts(zero: Any) -> None:
+    """Stages 1 and 2 convert a gradient to fp64 for its norm, as a whole: that of an embedding is the step's peak."""
+    if not hasattr(zero, "get_grad_norm_direct"):
+        return
+    norm = zero.get_grad_norm_direct
+
+    def norm_in_parts(gradients: Any, parameters: Any, **options: Any) -> torch.Tensor:
+        own = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        parts = [(part, p) for gradient, p in zip(own, parameters, strict=False) for part in _parts(gradient)]
+        return norm([part for part, _ in parts], [parameter for _, parameter in parts], **options)
+
+    zero.get_grad_norm_direct = norm_in_parts
+
+
+def _parts(tensor: torch.Tensor, elements: int = 1 << 20) -> tuple[torch.Tensor, ...]:
+    return tensor.reshape(-1).split(elements)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -52,6 +73,23 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def in_pieces(groups: Iterable[dict[str, Any]], elements: int = PIECE_ELEMENTS) -> list[dict[str, Any]]:
+    """The same groups, cut where they have more than `elements` elements.
+
+    ZeRO 1 and 2 take the optimizer's step group by group, and make fp32 gradients of a whole group for it.
+    """
+    pieces: list[dict[str, Any]] = []
+    for group in groups:
+        size = elements
+        for parameter in group["params"]:
+            if size + parameter.numel() > elements:
+                pieces.append(group | {"params": []})
+                size = 0
+            pieces[-1]["params"].append(parameter)
+            size += parameter.numel()
+    return pieces
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
@@ -82,7 +120,8 @@ def _required(train: TrainSection) -> dict[str, Any]:
 
 def _defaults(train: TrainSection) -> dict[str, Any]:
     defaults: dict[str, Any] = {
-        "zero_optimization": {"reduce_bucket_size": 50_000_000},
+        # What ZeRO works on at a time; DeepSpeed's own defaults (5e8, 1e9) are made for large GPUs.
+        "zero_optimization": {"reduce_bucket_size": PIECE_ELEMENTS, "sub_group_size": PIECE_ELEMENTS},
         # offloading works with the optimizer given here, too
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 40,

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spes_mega.model import forward_logits, language_model_loss, set_router_loss_scale, take_router_losses
+from spes_mega.model import forward_logits, language_model_loss, loss, set_router_loss_scale, take_router_losses
 from tests.model import tiny
 
 MODEL = tiny.section("qwen3_moe", num_experts=4)
@@ -15,6 +15,31 @@ def test_language_model_loss_is_cross_entropy_and_squared_logsumexp():
     torch.testing.assert_close(lm_loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
     torch.testing.assert_close(z_loss, 0.5 * logits.exp().sum(-1).log().square().mean())
     assert language_model_loss(logits, labels, 0.0)[1].item() == 0
+
+
+@pytest.mark.parametrize("part_elements", [1, 22, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_autograd_however_the_logits_are_parted(monkeypatch, part_elements, dtype):
+    monkeypatch.setattr(loss, "PART_ELEMENTS", part_elements)
+    logits = (3 * torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    labels = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1))
+    lm_loss, z_loss = language_model_loss(logits, labels, 0.3)
+    (2 * lm_loss + 5 * z_loss).backward()
+    reference = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(reference.flatten(0, 1), labels.flatten())
+    expected_z = 0.3 * reference.logsumexp(-1).square().mean()
+    (2 * expected + 5 * expected_z).backward()
+    assert (lm_loss.item(), z_loss.item()) == pytest.approx((expected.item(), expected_z.item()), rel=1e-6)
+    assert logits.grad.dtype == dtype
+    torch.testing.assert_close(logits.grad, reference.grad.to(dtype))
+
+
+def test_of_the_logits_no_copy_is_kept():
+    kept = []
+    logits = torch.randn(1, 6, 1003, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        language_model_loss(logits, torch.zeros(1, 6, dtype=torch.int64), 1e-5)
+    assert [t.data_ptr() for t in kept if t.numel() > 100] == [logits.data_ptr()]
 
 
 def test_bf16_logits_give_an_fp32_loss():

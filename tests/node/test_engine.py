@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spes_mega.errors import RecipeError
-from spes_mega.node.engine import deepspeed_config, parameter_groups
+from spes_mega.node.engine import deepspeed_config, in_pieces, parameter_groups
 from spes_mega.recipe import Recipe
 
 MODEL = {
@@ -38,7 +38,7 @@ def test_other_keys_pass_through_at_every_depth():
     extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7}, "comms_logger": {}}
     config = config_of(extra, zero_stage=3)
     assert config["zero_optimization"] == {
-        "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7, "stage": 3
+        "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7, "sub_group_size": 32 << 20, "stage": 3
     }  # fmt: skip
     assert config["comms_logger"] == {}
 
@@ -69,3 +69,12 @@ def test_matrices_decay_and_norms_do_not_and_empty_groups_are_dropped():
         {"params": [norm], "weight_decay": 0.0},
     ]
     assert parameter_groups([matrix, frozen], 0.1) == [{"params": [matrix], "weight_decay": 0.1}]
+
+
+def test_large_groups_are_cut_between_parameters():
+    parameters = [nn.Parameter(torch.ones(n)) for n in (4, 4, 3, 20, 1, 1)]
+    norms = {"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.0}
+    pieces = in_pieces([{"params": parameters, "weight_decay": 0.1}, norms], 8)
+    assert [[p.numel() for p in piece["params"]] for piece in pieces] == [[4, 4], [3], [20], [1, 1], [2]]
+    assert [piece["weight_decay"] for piece in pieces] == [0.1, 0.1, 0.1, 0.1, 0.0]
+    assert [p for piece in pieces[:4] for p in piece["params"]] == parameters
