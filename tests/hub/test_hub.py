@@ -1,9 +1,7 @@
 """The hub over real gRPC on loopback: rounds, what is refused, and what nodes are told."""
 
-import contextlib
 import json
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -15,6 +13,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, read_state, shapes_of
+from hub.relay import Relay
 from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub import client as client_module
 from spes_mega.hub import server as server_module
@@ -450,38 +449,6 @@ def test_a_hub_that_is_not_there_is_named():
     client = HubClient("127.0.0.1:1", 0, "", rpc_deadline_s=0.5)
     with client, pytest.raises(DeadlineError, match=r"hub at 127\.0\.0\.1:1: no success within 0\.5 s"):
         client.join()
-
-
-class Relay:
-    """A line to a hub that can fall silent: it stays connected and passes nothing on."""
-
-    def __init__(self, target):
-        self._target = target.rpartition(":")[::2]
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open = threading.Event()
-        self._open.set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def silence(self):
-        self._open.clear()
-
-    def speak(self):
-        self._open.set()
-
-    def _accept(self):
-        while True:
-            node = self._listener.accept()[0]
-            hub = socket.create_connection(self._target)
-            for source, sink in ((node, hub), (hub, node)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    def _pass_on(self, source, sink):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self._open.wait()
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture

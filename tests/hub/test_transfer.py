@@ -1,0 +1,227 @@
+"""Transfers over lines that are cut, slow, late or silent, and over a hub that is started anew."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hub.fabricated import assert_same, fabricate, make_recipe, pull, push, read_state
+from hub.relay import Relay
+from spes_mega.hub import channel as channel_module
+from spes_mega.hub import partials as partials_module
+from spes_mega.hub import run as run_module
+from spes_mega.hub.client import HubClient
+from spes_mega.hub.frames import CHUNK_BYTES, Arrival
+
+MODEL = {"vocab_size": 90_000}  # a payload of 11.5 MB: 6 chunks
+CUT_BYTES = 7 << 20
+SLACK_BYTES = 2 * CHUNK_BYTES + (1 << 20)
+"""What is sent twice at most after a cut: the chunk under way, the hub's window, and the sockets' buffers. Less than
+what was there before the cut, which a transfer begun anew would send twice."""
+assert SLACK_BYTES < CUT_BYTES
+
+
+@pytest.fixture
+def line(start_hub):
+    """A hub of one node, the line to it, and the node's client."""
+    recipe = make_recipe(MODEL, num_nodes=1)
+    hub = start_hub(recipe)
+    relay = Relay(hub.address)
+    with HubClient(relay.address, 0, recipe.digest(), rpc_deadline_s=60) as client:
+        client.join()
+        yield hub, relay, client
+
+
+@pytest.fixture
+def tensors(line):
+    return fabricate(line[0].recipe, 0, 0)
+
+
+def payload_bytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def pushed(hub, tensors):
+    """The round is closed, and the state of its single node is what it pushed."""
+    assert hub.run.rounds.wait_round(1, 30) == 1
+    assert_same(read_state(hub.state / "rounds/000001"), tensors)
+
+
+def test_a_push_that_is_cut_goes_on_where_it_stopped(line, tensors):
+    hub, relay, client = line
+    relay.cut_after("up", CUT_BYTES)
+    push(client, hub.recipe, 0, tensors)
+    pushed(hub, tensors)
+    size = payload_bytes(tensors)
+    assert relay.passed["up"] < size + SLACK_BYTES
+    assert size < client.bytes_up < size + SLACK_BYTES
+
+
+def test_a_pull_that_is_cut_goes_on_where_it_stopped(line, tensors):
+    hub, relay, client = line
+    relay.cut_after("down", CUT_BYTES)
+    state = pull(client)[1]
+    assert_same(state, read_state(hub.state / "rounds/000000"))
+    size = payload_bytes(tensors)
+    assert relay.passed["down"] < size + SLACK_BYTES
+    assert size < client.bytes_down < size + 100_000  # what was checked and kept is not asked for again
+
+
+def test_a_push_that_is_cut_again_and_again_still_comes_to_its_end(line, tensors):
+    hub, relay, client = line
+
+    def cut_thrice():
+        for count in (3 << 20, 6 << 20, 9 << 20):
+            while relay.passed["up"] < count:
+                time.sleep(0.001)
+            relay.cut()
+
+    relay.bytes_per_s = 16 << 20
+    with ThreadPoolExecutor() as pool:
+        cutting = pool.submit(cut_thrice)
+        push(client, hub.recipe, 0, tensors)
+        cutting.result()
+    pushed(hub, tensors)
+    assert relay.passed["up"] < payload_bytes(tensors) + 3 * SLACK_BYTES
+
+
+@pytest.mark.parametrize("chunk", [300_001, CHUNK_BYTES + 12_345])
+def test_a_transfer_that_is_begun_again_may_have_other_chunk_sizes(line, tensors, monkeypatch, chunk):
+    hub, relay, client = line
+    take, changed = partials_module.Upload.take, []
+
+    def change_size(self, attempt, frame):
+        if self.arrival.received > CUT_BYTES and not changed:
+            changed.append(self.arrival.received)
+            hub.run._chunk_bytes = chunk
+            relay.cut()
+        return take(self, attempt, frame)
+
+    monkeypatch.setattr(partials_module.Upload, "take", change_size)
+    push(client, hub.recipe, 0, tensors)
+    assert changed
+    pushed(hub, tensors)
+
+
+def test_a_push_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hub):
+    hub, relay, client = line
+    relay.bytes_per_s = 8 << 20
+    with ThreadPoolExecutor() as pool:
+        pushing = pool.submit(push, client, hub.recipe, 0, tensors)
+        while relay.passed["up"] < CUT_BYTES // 2:
+            time.sleep(0.01)
+        hub.stop()
+        again = start_hub(hub.recipe)
+        assert not list((hub.state / "pushes").rglob("*.part"))
+        relay.target, relay.bytes_per_s = again.address, None
+        pushing.result(timeout=60)
+    pushed(again, tensors)
+
+
+def test_a_pull_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hub):
+    hub, relay, client = line
+    relay.bytes_per_s = 8 << 20
+    with ThreadPoolExecutor() as pool:
+        pulling = pool.submit(pull, client)
+        while relay.passed["down"] < CUT_BYTES:
+            time.sleep(0.01)
+        hub.stop()
+        again = start_hub(hub.recipe)
+        relay.target, relay.bytes_per_s = again.address, None
+        state = pulling.result(timeout=60)[1]
+    assert_same(state, read_state(hub.state / "rounds/000000"))
+    assert client.bytes_down < payload_bytes(tensors) + 100_000  # its state is the same, and so it went on
+
+
+def test_a_pull_begins_anew_if_the_hub_has_another_state_meanwhile(line, tensors, monkeypatch):
+    hub, relay, client = line
+    frames, closed = run_module.frames, []
+
+    def close_in_between(pieces, chunk, begin):
+        for count, frame in enumerate(frames(pieces, chunk, begin)):
+            yield frame
+            if count == 2 and not closed:
+                closed.append(begin)
+                with HubClient(hub.address, 0, hub.recipe.digest()) as other:
+                    other._caller.session = client._caller.session
+                    push(other, hub.recipe, 0, tensors)
+                    other.wait_round(1)
+                relay.cut()
+
+    monkeypatch.setattr(run_module, "frames", close_in_between)
+    round_, state = pull(client)
+    assert closed == [0]
+    assert round_ == 1
+    assert_same(state, tensors)
+
+
+def test_a_line_that_is_silent_for_long_is_given_up_and_taken_up_again(start_hub, monkeypatch):
+    """A minute of silence with pings every half minute, both a thirtieth."""
+    options = dict(channel_module.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1_000, "grpc.keepalive_timeout_ms": 700}
+    monkeypatch.setattr(channel_module, "CHANNEL_OPTIONS", tuple(options.items()))
+    recipe = make_recipe(MODEL, num_nodes=1)
+    hub = start_hub(recipe)
+    tensors = fabricate(recipe, 0, 0)
+    relay = Relay(hub.address)
+    client = HubClient(relay.address, 0, recipe.digest(), rpc_deadline_s=60)
+    with client, ThreadPoolExecutor() as pool:
+        client.join()
+        relay.bytes_per_s = 8 << 20
+        pushing = pool.submit(push, client, recipe, 0, tensors)
+        while relay.passed["up"] < CUT_BYTES // 2:
+            time.sleep(0.01)
+        relay.silence()
+        time.sleep(2.5)
+        relay.speak()
+        relay.bytes_per_s = None
+        pushing.result(timeout=60)
+        pushed(hub, tensors)
+        assert client.bytes_up < payload_bytes(tensors) + CUT_BYTES
+
+
+def test_a_late_and_slow_line_carries_both_ways(line, tensors):
+    hub, relay, client = line
+    relay.delay_s = 0.005
+    state = pull(client)[1]
+    assert_same(state, read_state(hub.state / "rounds/000000"))
+    push(client, hub.recipe, 0, tensors)
+    pushed(hub, tensors)
+
+
+def test_an_attempt_that_is_overtaken_writes_nothing_more(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        taken = []
+        patch.setattr(Arrival, "take", lambda self, frame: taken.append(frame) or len(frame))
+        partials, ended = partials_module.Partials(tmp_path), []
+        with partials.attempt(0, "id", 100, 0, lambda: ended.append(1)) as (upload, first):
+            upload.take(first, b"1")
+            with partials.attempt(0, "id", 100, 0, lambda: ended.append(2)) as (same, second):
+                assert same is upload
+                assert ended == [1]
+                with pytest.raises(partials_module.BrokenTransferError, match="a newer attempt"):
+                    upload.take(first, b"2")
+                upload.take(second, b"3")
+        assert taken == [b"1", b"3"]
+
+
+def test_uploads_of_one_node_are_few_and_files_go_with_their_round(tmp_path):
+    partials = partials_module.Partials(tmp_path)
+    with partials.attempt(0, "a", 100, 0, list), partials.attempt(0, "b", 100, 0, list):
+        with (
+            pytest.raises(partials_module.BusyError, match="node 0 has 2 uploads"),
+            partials.attempt(0, "c", 100, 0, list),
+        ):
+            pass
+        with partials.attempt(1, "c", 100, 0, list):
+            assert len(list(tmp_path.iterdir())) == 3
+    for number in range(20):  # strays take the place of what is idle
+        with partials.attempt(0, f"{number}", 100, 0, list):
+            pass
+    assert len(list(tmp_path.iterdir())) == 3
+    with (
+        pytest.raises(partials_module.BrokenTransferError, match="only 0 bytes are here"),
+        partials.attempt(0, "0", 100, 50, list),
+    ):
+        pass
+    partials.close()
+    assert list(tmp_path.iterdir()) == []
