@@ -153,6 +153,13 @@ class SpesSection(Section):
         default=7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes"
     )
     rpc_deadline_s: float = Field(default=600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
+    max_update_norm: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=LOCAL,
+        description="largest L2 norm of what a node's push changes, over all its tensors; the hub refuses a push above "
+        "it; default: any finite one",
+    )
     snapshot_every: Positive = Field(
         default=10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
     )

@@ -9,6 +9,7 @@ import click
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
 from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
+from spes_mega.hub.drain import drain
 from spes_mega.hub.guard import Guard
 from spes_mega.hub.keys import read_hub
 from spes_mega.hub.run import Run
@@ -33,6 +34,7 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override a field of the recipe."
 )
+@click.option("--drain", "draining", is_flag=True, help="Ask the hub that uses --state to end after its open round.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def command(
     recipe: Path,
@@ -44,6 +46,7 @@ def command(
     token_file: Path | None,
     insecure: bool,
     overrides: tuple[str, ...],
+    draining: bool,
     as_json: bool,
 ) -> None:
     """Hold the global weights of the run that RECIPE describes, and close its rounds.
@@ -51,10 +54,15 @@ def command(
     The run's state is in --state, and what is committed there survives any crash: start the same command again
     to go on. Writes a Hugging Face directory to STATE/snapshots every spes.snapshot_every rounds and at the end,
     waits until the nodes have left (spes.rpc_deadline_s at most, and 30 s for a node that missed a round and has not
-    been heard of since), and exits with 0. Ctrl-C and SIGTERM stop it cleanly.
+    been heard of since), and exits with 0. Ctrl-C and SIGTERM stop it cleanly at once. With --drain the command asks
+    another hub, the one that uses --state, to close its open round, let nodes fetch the result, and end, and waits for
+    it (SIGUSR1 asks the same): start a hub on the same --state again, and nodes that were training notice nothing.
     """
-    reuse_blocks()
     console = Console(as_json)
+    if draining:
+        _drain(state, console)
+        return
+    reuse_blocks()
     loaded = load_recipe(recipe, overrides)
     shared = read_token(token_file) if token_file or keys is None else None
     guard = Guard.of(read_hub(keys) if keys else None, shared, mutual_tls)
@@ -67,6 +75,12 @@ def command(
     console.say("end", text, finished=finished, round=run.newest.round)
 
 
+def _drain(state: Path, console: Console) -> None:
+    drained = drain(state)
+    text = f"the hub of {state} has ended" if drained else f"no hub is using {state}: there is nothing to drain"
+    console.say("drained", text, drained=drained)
+
+
 def _stop_on_signals(run: Run) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once; the state stays whole
@@ -74,3 +88,4 @@ def _stop_on_signals(run: Run) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    signal.signal(signal.SIGUSR1, lambda number, frame: run.rounds.drain())

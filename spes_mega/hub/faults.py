@@ -51,11 +51,16 @@ TRANSIENT = {
 }
 
 
+def printable(text: str) -> str:
+    """Text that quotes a peer, safe to encode and to show on a terminal: what is not printable is escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def answer_with(context: grpc.ServicerContext, error: SpesError) -> NoReturn:
     """End a call with `error`; raises."""
     kind, code = next((kind, code) for kind, (cls, code) in _KINDS.items() if isinstance(error, cls))
     context.set_trailing_metadata(((KIND_KEY, kind),))
-    context.abort(code, str(error)[:MAX_MESSAGE])
+    context.abort(code, printable(str(error)[:MAX_MESSAGE]))
     raise AssertionError("abort raises")
 
 

@@ -10,8 +10,8 @@ import grpc
 from spes_mega.errors import HubRefusedError
 from spes_mega.hub.access import TOKEN_VARIABLE
 from spes_mega.hub.keys import WATCH, HubKeys, node_name, token_hash
+from spes_mega.hub.messages import HEALTH
 
-_HEALTH = "/grpc.health.v1.Health/"
 _STATUS = "/spes_mega.hub.v1.Hub/Status"
 ANYONE = "anyone"
 """The caller by a token that all nodes share."""
@@ -88,7 +88,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
         )
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        if call.method.startswith(_HEALTH):
+        if call.method.startswith(HEALTH):
             return continuation(call)
         caller = self._guard.caller(call.invocation_metadata)
         if caller is None:

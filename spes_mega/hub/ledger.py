@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from spes_mega.hub.faults import printable
+
 KEPT = 20
 """Rounds that are remembered."""
 KEPT_REJECTIONS = 100
@@ -53,6 +55,8 @@ class NodeTraffic:
     last_pushed_round: int | None = None
     bytes_up: int = 0
     bytes_down: int = 0
+    update_norm: float | None = None
+    """L2 norm of its last update, where spes.max_update_norm is set."""
 
 
 @dataclass
@@ -88,6 +92,10 @@ class Ledger:
         with self._lock:
             self.nodes[node].last_pushed_round = round_
 
+    def measured(self, node: int, update_norm: float) -> None:
+        with self._lock:
+            self.nodes[node].update_norm = update_norm
+
     def includes(self, node: int, round_: int) -> bool:
         """Whether a push of the node was averaged when `round_` was closed; False if that is too long ago to tell."""
         with self._lock:
@@ -106,7 +114,7 @@ class Ledger:
 
     def reject(self, node: int, round_: int, reason: str) -> None:
         with self._lock:
-            self.rejected.append(Rejection(node, round_, reason[:MAX_REASON]))
+            self.rejected.append(Rejection(node, round_, printable(reason[:MAX_REASON])))
 
     def close_round(
         self,

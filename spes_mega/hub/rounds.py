@@ -46,6 +46,8 @@ class Rounds:
         self._pushed = set(pushed)
         self._closing = False
         self._stopping = False
+        self._draining = False
+        self._served: set[int] = set()  # nodes that have the newest state
         self._failure: SpesError | None = None
         self._join_deadline = clock() + spes.join_deadline_s
         self._opened: float | None = None  # the round's clock starts when the nodes are there
@@ -135,8 +137,8 @@ class Rounds:
         """
         with self._changed:
             while not self._may_close():
-                if self._stopping:
-                    raise Stopped
+                if self._stopping or (self._draining and not self._pushed and not self._with(Presence.JOINED)):
+                    raise Stopped  # or there is nobody whose round could be finished
                 self._changed.wait(POLL_S)
             self._note({node: Member(Presence.MISSED, self._members[node].session) for node in self._awaited()})
             self._closing = True
@@ -147,9 +149,29 @@ class Rounds:
         with self._changed:
             self._round = round_
             self._pushed = set()
+            self._served = set()
             self._closing = False
             self._opened = self._clock()
             self._changed.notify_all()
+
+    def served(self, node: int, round_: int) -> None:
+        """A node has been sent the whole state of a round."""
+        with self._changed:
+            if round_ == self._round:
+                self._served.add(node)
+                self._changed.notify_all()
+
+    def wait_served(self, timeout_s: float) -> list[int]:
+        """Wait until all nodes that take part have the newest state; returns those that lack it then."""
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while (
+                (lacking := sorted(set(self._with(Presence.JOINED)) - self._served))
+                and not self._stopping
+                and self._clock() < deadline
+            ):
+                self._changed.wait(POLL_S)
+            return lacking
 
     def wait_while(self, presences: Collection[Presence], timeout_s: float) -> list[int]:
         """Wait until no node has one of these presences; returns those that still have when the time is over."""
@@ -168,6 +190,14 @@ class Rounds:
     def stop(self) -> None:
         """Ask the hub to stop. Takes no lock, so that a signal handler may call it."""
         self._stopping = True
+
+    def drain(self) -> None:
+        """Ask the hub to end after the open round. Takes no lock, so that a signal handler may call it."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
 
     def wake(self) -> None:
         """Let everyone who waits see that the hub is stopping."""

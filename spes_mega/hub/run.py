@@ -17,6 +17,8 @@ from spes_mega.hub.frames import PREFIX_BYTES, Piece, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Presence, expected_back
+from spes_mega.hub.norm import update_norm, update_rows
+from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, tokens_of
@@ -118,7 +120,23 @@ class Run:
             names = pushed_names(self.shapes, ownership, node, expert_of)
             return in_fp32({name: self.shapes[name] for name in names})
 
-        return Staging(self._store.pushes_dir(self.newest.round), forms_of)
+        round_ = self.newest.round
+        return Staging(
+            self._store.pushes_dir(round_), forms_of, lambda node, payload: self._check_update(round_, node, payload)
+        )
+
+    def _check_update(self, round_: int, node: int, payload: StoredPayload) -> None:
+        """Raises PayloadError if a push leads further away from the round's state than spes.max_update_norm."""
+        limit = self.recipe.spes.max_update_norm
+        if limit is None:
+            return
+        with self._store.open_state(round_) as base:
+            norm = update_norm(update_rows(payload, base))
+        self.ledger.measured(node, norm)
+        if not norm <= limit:
+            raise PayloadError(
+                f"push of node {node}: its update has the norm {norm:.6g}, and spes.max_update_norm is {limit:g}"
+            )
 
     def offered(self, node: int, request: pb.OfferRequest) -> pb.OfferReply:
         """From where on a payload for the open round is wanted. Raises StaleRoundError."""
@@ -199,6 +217,11 @@ class Run:
                 count = len(frame) - PREFIX_BYTES
                 yield frame
                 self.ledger.count_down(node, count)
+        self.rounds.served(node, record.round)
+
+    def drain_requested(self) -> bool:
+        """Whether somebody asked this run's hub to end after the open round."""
+        return self._store.drain_requested()
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""

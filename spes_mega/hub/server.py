@@ -1,5 +1,6 @@
 """The hub's port and its life: serve, close one round after the other, say good-bye."""
 
+import threading
 import time
 from concurrent import futures
 
@@ -9,7 +10,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from spes_mega.errors import HubRefusedError, SpesError, StoreError
 from spes_mega.hub.console import Console
 from spes_mega.hub.guard import Guard, TokenInterceptor
+from spes_mega.hub.limits import CALLS_PER_NODE
 from spes_mega.hub.members import Presence
+from spes_mega.hub.messages import MessageInterceptor
+from spes_mega.hub.notify import notify
 from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
@@ -23,7 +27,17 @@ LINGER_S = 30.0
 """How long a hub whose run is finished goes on for nodes that it does not know to be there: stragglers whose push for
 the last round is late, and, if it was started on a finished run, anybody who wants the last state."""
 MAX_WORKERS = 256
+WATCH_S = 0.5
+SERVICE = "spes_mega.hub.v1.Hub"
+"""In the health service: not serving from the moment that the hub drains. The process as a whole, whose name is empty,
+serves until its end."""
 SERVER_OPTIONS = (
+    # What a peer can make the hub hold in memory before anything of it is checked.
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.so_reuseport", 0),  # a second hub on the same port is an error, not a coin toss
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -46,11 +60,12 @@ class HubServer:
         """Raises HubRefusedError: the address is not free."""
         self._guard = guard
         self._console = console
-        # A node has at most a long poll, two uploads and a download at a time; status and health come on top.
-        workers = min(MAX_WORKERS, 4 * recipe.spes.num_nodes + 8)
+        self._ended = threading.Event()
+        # status and health come on top
+        workers = min(MAX_WORKERS, CALLS_PER_NODE * recipe.spes.num_nodes + 8)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
-            interceptors=[TokenInterceptor(guard)],
+            interceptors=[TokenInterceptor(guard), MessageInterceptor()],
             options=(*SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", _window_bytes(recipe.spes.num_nodes))),
             maximum_concurrent_rpcs=2 * workers,
         )
@@ -81,8 +96,11 @@ class HubServer:
         add_HubServicer_to_server(service, self._server)
         add_transfers(service, self._server)
         self._server.start()
-        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        threading.Thread(target=self._watch, daemon=True).start()
         self._console.say("listening", f"hub listening on {self.address}", address=self.address)
+        notify("READY=1", f"STATUS=listening on {self.address}")
         try:
             self._close_rounds()
             return not self._run.rounds.stopping
@@ -103,11 +121,36 @@ class HubServer:
             text = f"all {self._run.recipe.num_rounds} rounds are closed; serving the last state for {LINGER_S:g} s"
             self._console.say("finished", text, round=rounds.round)
         while not self._run.finished:
+            if rounds.draining:
+                self._hand_over()
+                return
             self._run.close_round()
         rounds.wait_while(stragglers, LINGER_S)  # one that is heard of becomes one of those that take part
         if staying := rounds.wait_while({Presence.JOINED}, spes.rpc_deadline_s):
             text = f"nodes {staying} did not take their leave within {spes.rpc_deadline_s:g} s"
             self._console.say("staying", text, nodes=staying)
+
+    def _hand_over(self) -> None:
+        """Let nodes fetch the newest state, so that they train while the next hub is started."""
+        rounds, limit = self._run.rounds, self._run.recipe.spes.rpc_deadline_s
+        if lacking := rounds.wait_served(limit):
+            text = (
+                f"nodes {lacking} did not fetch round {rounds.round} within {limit:g} s; the next hub has it for them"
+            )
+            self._console.say("lacking", text, nodes=lacking)
+        rounds.stop()
+
+    def _watch(self) -> None:
+        """Look for a request to drain, and tell who asks for the hub's health."""
+        rounds = self._run.rounds
+        while not (rounds.draining or self._ended.wait(WATCH_S)):
+            if self._run.drain_requested():
+                rounds.drain()
+        if rounds.draining:
+            self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+            text = f"draining: the hub ends when round {rounds.round + 1} is closed and nodes have fetched it"
+            self._console.say("draining", text, round=rounds.round)
+            notify("STOPPING=1", f"STATUS={text}")
 
     def _farewell(self, error: SpesError) -> SpesError:
         self._run.rounds.fail(error)
@@ -115,6 +158,8 @@ class HubServer:
         return error
 
     def _end(self) -> None:
+        self._ended.set()
+        notify("STOPPING=1")
         self._run.rounds.stop()
         self._run.rounds.wake()
         self._health.enter_graceful_shutdown()

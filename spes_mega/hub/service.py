@@ -1,5 +1,6 @@
 """The RPCs: who calls is checked here, and errors become answers; the work is done by `Run`."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -10,7 +11,9 @@ from google.protobuf.message import DecodeError
 
 from spes_mega.errors import HubRefusedError, SpesError
 from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, answer_with
-from spes_mega.hub.guard import Guard
+from spes_mega.hub.guard import ANYONE, Guard
+from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, MAX_WAITS, Slots
+from spes_mega.hub.messages import parsed
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
 from spes_mega.hub.protocol import PROTOCOL
@@ -18,6 +21,7 @@ from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
 
 MAX_WAIT_S = 60.0
+_SESSION = re.compile(r"[\x21-\x7e]{1,64}")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -27,7 +31,7 @@ def _answering(method: Method) -> Method:
     @wraps(method)
     def answer(self: "HubService", request: Any, context: grpc.ServicerContext) -> Any:
         try:
-            return method(self, request, context)
+            return method(self, parsed(request), context)
         except SpesError as e:
             answer_with(context, e)
         except Stopped:
@@ -43,6 +47,7 @@ class HubService(HubServicer):
         self._run = run
         self._guard = guard
         self._digest = run.recipe.digest()
+        self._pushes, self._downloads, self._waits = Slots("pushes"), Slots("downloads"), Slots("waits")
 
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
@@ -64,7 +69,13 @@ class HubService(HubServicer):
 
     @_answering
     def Push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
-        opening = _opening(next(messages, b""))
+        caller = self._guard.caller(context.invocation_metadata()) or ANYONE
+        # Who has a token of its own is bounded by it already before it says which node it is.
+        nodes = self._run.recipe.spes.num_nodes if caller == ANYONE else 1
+        with self._pushes.take(caller, MAX_PUSHES * nodes):
+            return self._push(_opening(next(messages, b"")), messages, context)
+
+    def _push(self, opening: pb.PushOpening, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
         with self._listing(opening):
             node = self._check(opening.caller, context)
             return pb.PushReply(repeated=self._run.receive(node, opening, messages, context.cancel))
@@ -85,7 +96,9 @@ class HubService(HubServicer):
 
     def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            yield from self._run.send(self._check(request.caller, context), request)
+            node = self._check(parsed(request).caller, context)
+            with self._downloads.take(f"node {node}", MAX_DOWNLOADS):
+                yield from self._run.send(node, request)
         except SpesError as e:
             answer_with(context, e)
         except Stopped:
@@ -93,9 +106,10 @@ class HubService(HubServicer):
 
     @_answering
     def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
-        self._check(request.caller, context)
+        node = self._check(request.caller, context)
         timeout_s = min(max(request.timeout_s, 0.0), MAX_WAIT_S)
-        self._run.rounds.wait_round(request.round, timeout_s)
+        with self._waits.take(f"node {node}", MAX_WAITS):
+            self._run.rounds.wait_round(request.round, timeout_s)
         newest = self._run.newest
         return pb.WaitReply(round=newest.round, absent=newest.absent)
 
@@ -149,6 +163,8 @@ class HubService(HubServicer):
             )
         if caller.node >= num_nodes:
             raise HubRefusedError(f"there is no node {caller.node}: spes.num_nodes is {num_nodes} (0..{num_nodes - 1})")
+        if not _SESSION.fullmatch(caller.session):  # it is kept on the disk
+            raise HubRefusedError(f"node {caller.node} names no session: 1 to 64 printable ASCII characters are needed")
         self._guard.check_node(caller.node, context)
         return int(caller.node)
 

@@ -24,8 +24,15 @@ Commit = Callable[[Callable[[], object]], None]
 class Staging:
     """The pushes of the open round, as files in one directory."""
 
-    def __init__(self, directory: Path, forms_of: Callable[[int], Forms]) -> None:
-        """`forms_of(node)` gives the names, shapes and codecs of what a node has to push."""
+    def __init__(
+        self,
+        directory: Path,
+        forms_of: Callable[[int], Forms],
+        check_update: Callable[[int, StoredPayload], None] = lambda node, payload: None,
+    ) -> None:
+        """`forms_of(node)` gives the names, shapes and codecs of what a node has to push; `check_update(node, payload)`
+        sees a push of finite values when it has come, and raises PayloadError if it is not wanted."""
+        self._check_update = check_update
         self._directory = directory
         self._forms_of = forms_of
         self._partials = Partials(directory)
@@ -97,16 +104,20 @@ class Staging:
 
     def _check_and_commit(self, part: Path, node: int, commit: Commit) -> bool:
         with self._checking:
-            self._check(part, node, self._forms_of(node))
+            self._check(part, node, self._forms_of(node), self._check_update)
         with self._lock:
             return self._commit(part, node, commit)
 
-    def _check(self, part: Path, node: int, forms: Forms) -> None:
+    def _check(
+        self, part: Path, node: int, forms: Forms, check_update: Callable[[int, StoredPayload], None] | None = None
+    ) -> None:
         payload = StoredPayload.open(part, f"push of node {node}", header_limit(forms))
         try:
             payload.check(forms)
             tokens_of(payload)
             payload.check_finite()
+            if check_update is not None:
+                check_update(node, payload)
         finally:
             payload.close()
 

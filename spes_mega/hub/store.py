@@ -2,6 +2,7 @@
 
     run.json                     which run this is
     lock                         held by the hub that uses the directory
+    drain                        there if the hub was asked to end after the open round
     members.json                 which nodes take part
     rounds/000007/               a committed state: a Hugging Face directory in fp32, and round.json
     pushes/000007/node-001.safetensors   a committed push for the open round
@@ -16,7 +17,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 
 from spes_mega.errors import StoreError
 from spes_mega.hub import members as members_format
+from spes_mega.hub.drain import LOCK, REQUEST
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
@@ -31,6 +35,7 @@ from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
 
 FORMAT = 1
+LOCK_TRIES = 5
 KEPT_ROUNDS = 2
 """The newest state, and the one before it, from which a slow pull may still be reading."""
 _ROUND = re.compile(r"\d{6,}")
@@ -57,7 +62,13 @@ class Store:
             raise StoreError(f"{root}: cannot use this state directory: {e}") from e
 
     def close(self) -> None:
+        with suppress(OSError):
+            (self.root / REQUEST).unlink(missing_ok=True)
         os.close(self._lock)
+
+    def drain_requested(self) -> bool:
+        """Whether `spes-mega hub --drain` was called for this directory."""
+        return (self.root / REQUEST).exists()
 
     def newest(self) -> int | None:
         """Number of the newest committed state; None in a new directory."""
@@ -158,13 +169,14 @@ class Store:
         return target
 
     def _take_lock(self) -> int:
-        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            os.close(fd)
-            raise StoreError(f"{self.root}: another hub is using this state directory") from e
-        return fd
+        fd = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        for _ in range(LOCK_TRIES):  # `--drain` looks whether it is held, for a moment
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            time.sleep(0.1)
+        os.close(fd)
+        raise StoreError(f"{self.root}: another hub is using this state directory")
 
     def _check_run(self) -> None:
         path = self.root / "run.json"
@@ -192,7 +204,13 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what a crash left half-written."""
-        for pattern in ("pushes/.*.partial-*", "rounds/.*.partial-*", "snapshots/.*.partial-*", "pushes/*/*.part"):
+        for pattern in (
+            "pushes/.*.partial-*",
+            "rounds/.*.partial-*",
+            "snapshots/.*.partial-*",
+            "pushes/*/*.part",
+            REQUEST,
+        ):
             for path in self.root.glob(pattern):
                 self._remove(path)
         newest = self.newest()

@@ -42,6 +42,7 @@ def describe(status: dict[str, Any]) -> Iterator[str]:
             f"  node {node['node']}  {node['state']}{', absent' if node['absent'] else ''}  "
             f"experts {ranges(node['experts'])}  last pushed {last}  "
             f"up {_megabytes(node['bytes_up'])}  down {_megabytes(node['bytes_down'])}"
+            + ("" if node["update_norm"] is None else f"  norm of its update {node['update_norm']:.6g}")
         )
     yield from _rounds(status["rounds"])
     for rejection in status["rejected"]:

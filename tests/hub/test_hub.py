@@ -511,14 +511,14 @@ def test_two_hubs_on_one_port_are_refused(start_hub):
         HubServer(make_recipe(), hub.address, Guard(), Console())
 
 
-def stalled_push(client, recipe, node, go_on):
+def stalled_push(client, recipe, node, go_on, payload="id"):
     """The requests of a push that stops in the middle until `go_on` is set."""
     shapes = shapes_of(recipe, node)
     with tempfile.TemporaryFile() as file:
         size = write_payload(file, in_fp32(shapes), fabricate(recipe, node, 0).items(), {})
         file.seek(0)
         half, rest = file.read(size // 2), file.read()
-    yield from push_messages(client, [frame_of(0, half)], size)
+    yield from push_messages(client, [frame_of(0, half)], size, payload=payload)
     go_on.wait(20)
     yield frame_of(len(half), rest)
 

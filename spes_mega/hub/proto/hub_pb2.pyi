@@ -139,7 +139,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "state", "last_pushed_round", "bytes_up", "bytes_down", "absent", "experts")
+    __slots__ = ("node", "state", "last_pushed_round", "bytes_up", "bytes_down", "absent", "experts", "update_norm")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LAST_PUSHED_ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class NodeStatus(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_NORM_FIELD_NUMBER: _ClassVar[int]
     node: int
     state: str
     last_pushed_round: int
@@ -154,7 +155,8 @@ class NodeStatus(_message.Message):
     bytes_down: int
     absent: bool
     experts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., absent: _Optional[bool] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
+    update_norm: float
+    def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., absent: _Optional[bool] = ..., experts: _Optional[_Iterable[int]] = ..., update_norm: _Optional[float] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
     __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha", "absent")

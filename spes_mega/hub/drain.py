@@ -1,0 +1,46 @@
+"""Asking the hub of a state directory to end after its open round, as before an upgrade.
+
+The request is a file, so that it reaches a hub in another container, or on another machine that shares the directory.
+"""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from spes_mega.errors import StoreError
+
+REQUEST = "drain"
+LOCK = "lock"
+POLL_S = 0.5
+
+
+def drain(state: Path) -> bool:
+    """Ask the hub that uses `state` to drain, and wait until it has ended; False if there is none.
+
+    Raises:
+        StoreError: this is no state directory, or the request cannot be written.
+    """
+    if not (state / LOCK).exists():
+        raise StoreError(f"{state}: no hub has ever used this as its --state")
+    if not in_use(state):
+        return False
+    try:
+        (state / REQUEST).touch()
+    except OSError as e:
+        raise StoreError(f"{state}: the request to drain cannot be written: {e.strerror or e}") from e
+    while in_use(state):
+        time.sleep(POLL_S)
+    return True
+
+
+def in_use(state: Path) -> bool:
+    """Whether a hub holds the lock of a state directory."""
+    fd = os.open(state / LOCK, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
