@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -24,8 +24,14 @@ OWN_SECTIONS = {
 PIECE_ELEMENTS = 32 << 20
 
 
-def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
+def _new(parameter: nn.Parameter) -> int:
+    return 0
+
+
+def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], int] = _new) -> Any:
     """A DeepSpeedEngine for a model whose frozen parameters have requires_grad False.
+
+    `age` says how often Adam has updated a parameter before, for `moments.assign_moments`.
 
     Raises:
         RecipeError: the recipe's deepspeed section contradicts what is set here; names the key.
@@ -33,7 +39,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module) -> Any:
     import deepspeed
 
     optimizer = torch.optim.AdamW(
-        in_pieces(parameter_groups(gpt.parameters(), recipe.train.weight_decay)),
+        in_pieces(parameter_groups(gpt.parameters(), recipe.train.weight_decay, age)),
         lr=recipe.train.lr,
         betas=(recipe.train.adam_beta1, recipe.train.adam_beta2),
         eps=recipe.train.adam_eps,
@@ -65,14 +71,20 @@ def _parts(tensor: torch.Tensor, elements: int = 1 << 20) -> tuple[torch.Tensor,
     return tensor.reshape(-1).split(elements)
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in up to two groups: matrices, which decay, and norms and biases, which do not."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, age: Callable[[nn.Parameter], int] = _new
+) -> list[dict[str, Any]]:
+    """Trainable parameters in groups: matrices, which decay, and norms and biases, which do not.
+
+    Each in one group an age, oldest first, because ZeRO keeps one step count a group.
+    """
+    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault((parameter.ndim > 1, age(parameter)), []).append(parameter)
+    return [
+        {"params": groups[key], "weight_decay": weight_decay if key[0] else 0.0} for key in sorted(groups, reverse=True)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def in_pieces(groups: Iterable[dict[str, Any]], elements: int = PIECE_ELEMENTS) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,11 +11,12 @@ import torch
 from spes_mega.errors import CheckpointError, SpesError
 from spes_mega.hub.client import HubClient, Pulled, StaleRoundError
 from spes_mega.layout.names import expert_of
+from spes_mega.node.local_model import LocalModel
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.weight_source import Traffic
-from spes_mega.node.weights import NodeWeights, Shapes, Tensors
-from spes_mega.outer.ownership import Ownership, pushed_names
+from spes_mega.node.weights import Shapes, Tensors
+from spes_mega.outer.ownership import Ownership, pushed_names, ranges, with_absent
 
 GOODBYE_S = 10.0  # launchers kill a node 30 s after they asked it to stop
 T = TypeVar("T")
@@ -32,9 +33,11 @@ class HubNode:
         stop: StopRequest,
         client: HubClient | None,
         say: Callable[[str], None],
+        capacity: Sequence[int] | None = None,
     ) -> None:
-        """`client` is None on all ranks but the first."""
-        self._node, self._ownership = node, ownership
+        """`client` is None on all ranks but the first; `ownership` is that of a run in which nobody is absent."""
+        self._node, self._everyone, self._capacity = node, ownership, capacity
+        self._ownership = ownership
         self._ranks, self._stop, self._say = ranks, stop, say
         self._client = client
         self._traffic = Traffic()
@@ -44,26 +47,35 @@ class HubNode:
     def join(self) -> None:
         """Tell the hub that this node is there; it refuses another recipe here, before anything is built."""
 
-        def join() -> None:
+        def join() -> list[int]:
             joined = self.client.join()
             self._here = True
             if joined.pushed:  # a restart after the push: what it trained is with the hub already
                 self._say(f"the hub has this node's push for round {joined.round}; waiting for the others")
                 self.client.wait_round(joined.round + 1)
+                joined = self.client.join()
+            return list(joined.absent)
 
         with self._timed():
-            self._waiting(join)
+            self._follow(self._waiting(join))
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        return self._ownership.owned(self._node)
+
+    def _follow(self, absent: Collection[int]) -> None:
+        self._ownership = with_absent(self._everyone, absent, self._capacity)
 
     @property
     def client(self) -> HubClient:
         assert self._client is not None, "only rank 0 talks to the hub"
         return self._client
 
-    def start(self, weights: NodeWeights) -> int:
+    def start(self, weights: LocalModel) -> int:
         with self._timed():
             return self._pull(weights, None)
 
-    def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
+    def exchange(self, weights: LocalModel, round_: int, tokens: int) -> int:
         with self._timed():
             if self._push(weights, round_, tokens):
                 self._waiting(lambda: self.client.wait_round(round_ + 1))
@@ -71,7 +83,7 @@ class HubNode:
             self._say(f"too late for round {round_}: the hub closed it without this node; going on with the newest")
             return self._pull(weights, None)
 
-    def _push(self, weights: NodeWeights, round_: int, tokens: int) -> bool:
+    def _push(self, weights: LocalModel, round_: int, tokens: int) -> bool:
         """Send what this node trains; False if the round was closed already."""
         names = pushed_names(weights.shapes, self._ownership, self._node, expert_of)
         stale = False
@@ -87,18 +99,23 @@ class HubNode:
         weights.collect(names, push)
         return not self._ranks.first(lambda: stale)
 
-    def _pull(self, weights: NodeWeights, have_round: int | None) -> int:
+    def _pull(self, weights: LocalModel, have_round: int | None) -> int:
         """Replace what the hub sends; returns the round of the weights."""
         pulled: Pulled | None = None
 
-        def pull() -> tuple[int, list[str]]:
+        def pull() -> tuple[int, tuple[int, ...], list[str]]:
             nonlocal pulled
             pulled = self.client.pull(have_round)
-            return pulled.round, list(pulled.shapes)
+            return pulled.round, pulled.absent, list(pulled.shapes)
 
         try:
-            round_, names = self._waiting(pull)
-            if missing := sorted(set(weights.shapes) - set(names)) if have_round is None else []:
+            round_, absent, names = self._waiting(pull)
+            self._follow(absent)
+            rebuilt = weights.own(self.owned)
+            if rebuilt:
+                self._say(f"now owns experts {ranges(self.owned)}")
+            everything = rebuilt or have_round is None
+            if missing := sorted(set(weights.shapes) - set(names)) if everything else []:
                 raise CheckpointError(f"the hub sent a state without {missing[0]}")
             weights.assign(names, lambda name: pulled.read(name) if pulled else torch.empty(0))
         finally:
@@ -115,7 +132,7 @@ class HubNode:
 
         return self._ranks.first(interruptible)
 
-    def finish(self, weights: NodeWeights) -> None:
+    def finish(self, weights: LocalModel) -> None:
         """Nothing: the hub has the weights."""
 
     @property

@@ -22,6 +22,10 @@ class LoneNode:
     def result(self) -> str:
         return f"the model is {self._out / 'final'}"
 
+    @property
+    def owned(self) -> tuple[int, ...]:
+        return tuple(range(self._recipe.model.num_experts))
+
     def start(self, weights: NodeWeights) -> int:
         """Raises CheckpointError: OUT holds a result already, or `init` is not the recipe's model."""
         self._ranks.first(self._check_out)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from spes_mega.errors import SpesError
+from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
 from spes_mega.node.trainer import Trainer
 from spes_mega.node.weight_source import WeightSource
-from spes_mega.node.weights import NodeWeights
 from spes_mega.recipe import Recipe
 
 
@@ -19,7 +19,7 @@ class NodeRun:
 
     recipe: Recipe
     trainer: Trainer
-    weights: NodeWeights
+    weights: LocalModel
     source: WeightSource
     report: ConsoleReport | None
     metrics: MetricsFile | None

@@ -1,5 +1,6 @@
 """Entry point of a node's ranks: what the `deepspeed` launcher starts (`launchers/train.py`, `spes-mega launch`)."""
 
+import math
 import os
 import sys
 import warnings
@@ -93,7 +94,8 @@ class _Node:
                 access=access,
                 spool_dir=self.options.out,
             )
-        source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say)
+        capacity = self.recipe.spes.capacity
+        source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)
         try:
             source.join()
             yield source
@@ -109,20 +111,15 @@ class _Node:
         return ownership_of(self.recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
     def _train(self, data: Any, source: Any) -> None:
-        from spes_mega.model import build
-        from spes_mega.node.engine import create_engine
+        from spes_mega.node.local_model import LocalModel
         from spes_mega.node.loop import NodeRun
         from spes_mega.node.metrics import MetricsFile
         from spes_mega.node.trainer import Trainer
-        from spes_mega.node.weights import NodeWeights
 
-        owned = self._ownership().owned(self.options.node)
-        gpt = self.ranks.agree(lambda: build(self.recipe, owned))
-        self.say(_describe(gpt, owned, self.recipe, self.ranks))
-        engine = self.ranks.agree(lambda: create_engine(self.recipe, gpt))
-        weights = NodeWeights(gpt, self.recipe.model, self.ranks, self.stop)
-        round_ = source.start(weights)
-        trainer = Trainer(self.recipe, engine, data, self.ranks, self.stop)
+        model = LocalModel(self.recipe, source.owned, self.ranks, self.stop, self.options.out)
+        self.say(_describe(model, self.ranks))
+        round_ = source.start(model)
+        trainer = Trainer(self.recipe, model, data, self.ranks, self.stop)
         metrics = None
 
         def open_metrics() -> None:
@@ -131,29 +128,21 @@ class _Node:
 
         self.ranks.first(open_metrics)
         with self.report or nullcontext(), metrics or nullcontext():
-            NodeRun(self.recipe, trainer, weights, source, self.report, metrics).run(round_)
+            NodeRun(self.recipe, trainer, model, source, self.report, metrics).run(round_)
             self.say("finished; " + source.result)
 
 
-def _describe(gpt: Any, owned: tuple[int, ...], recipe: Recipe, ranks: Any) -> str:
-    total = sum(parameter.numel() for parameter in gpt.parameters())
-    trainable = sum(parameter.numel() for parameter in gpt.parameters() if parameter.requires_grad)
-    experts = f", experts {_ranges(owned)} of {recipe.model.num_experts}" if recipe.model.is_moe else ""
+def _describe(model: Any, ranks: Any) -> str:
+    from spes_mega.outer.ownership import ranges
+
+    recipe, entries = model.recipe, model.map.entries
+    total = sum(math.prod(entry.shape) for entry in entries)
+    trainable = sum(math.prod(entry.shape) for entry in entries if entry.parameter.requires_grad)
+    experts = f", experts {ranges(model.owned)} of {recipe.model.num_experts}" if recipe.model.is_moe else ""
     return (
         f"{total:,} parameters, {trainable:,} trained here{experts}; {recipe.train.dtype}, "
         f"ZeRO-{recipe.train.zero_stage}, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {ranks.device.type}"
     )
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers in short: 0-3,7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 @accept_overlays

@@ -19,6 +19,7 @@ from spes_mega.model import (
     tokens_per_expert,
 )
 from spes_mega.node.data import NodeData
+from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import StepMetrics
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.schedule import learning_rate
@@ -31,10 +32,14 @@ class Trainer:
     """Takes optimizer steps; the data and learning rate of a step follow from its number alone."""
 
     recipe: Recipe
-    engine: Any
+    model: LocalModel
     data: NodeData
     ranks: Ranks
     stop: StopRequest
+
+    @property
+    def engine(self) -> Any:
+        return self.model.engine  # another one after a change of ownership
 
     @property
     def tokens_per_step(self) -> int:

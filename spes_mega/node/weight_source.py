@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_mega.node.weights import NodeWeights
+from spes_mega.node.local_model import LocalModel
 
 
 @dataclass
@@ -22,13 +22,20 @@ class WeightSource(Protocol):
     def result(self) -> str:
         """Where the trained model is, for the node's last line."""
 
-    def start(self, weights: NodeWeights) -> int:
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Experts that the node trains at present."""
+
+    def start(self, weights: LocalModel) -> int:
         """Fill the weights; returns the round that they belong to."""
 
-    def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
-        """Close `round_`, trained on `tokens` tokens; returns the round of the weights afterwards."""
+    def exchange(self, weights: LocalModel, round_: int, tokens: int) -> int:
+        """Close `round_`, trained on `tokens` tokens; returns the round of the weights afterwards.
 
-    def finish(self, weights: NodeWeights) -> None:
+        The model may train other experts from then on.
+        """
+
+    def finish(self, weights: LocalModel) -> None:
         """After the last round."""
 
     def leave(self) -> None:

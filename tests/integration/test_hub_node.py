@@ -10,13 +10,12 @@ from integration.processes import Hub
 from spes_mega.errors import SpesError
 from spes_mega.hub.client import HubClient
 from spes_mega.layout import expert_of
-from spes_mega.model import build, ensure_parallel_state
-from spes_mega.node.engine import create_engine
+from spes_mega.model import ensure_parallel_state
 from spes_mega.node.hub_node import HubNode
+from spes_mega.node.local_model import LocalModel
 from spes_mega.node.lone_node import LoneNode
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
-from spes_mega.node.weights import NodeWeights
 from spes_mega.outer.ownership import ownership_of, pushed_names
 from spes_mega.recipe import load_recipe
 
@@ -34,10 +33,9 @@ def ranks():
 @pytest.fixture(scope="module")
 def weights(ranks, write_recipe, tmp_path_factory):
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
-    recipe = load_recipe(write_recipe(tmp_path_factory.mktemp("recipe"), spes={"num_nodes": 2}))
-    gpt = build(recipe, OWNED[0])
-    create_engine(recipe, gpt)
-    return NodeWeights(gpt, recipe.model, ranks, StopRequest())
+    folder = tmp_path_factory.mktemp("recipe")
+    recipe = load_recipe(write_recipe(folder, spes={"num_nodes": 2}))
+    return LocalModel(recipe, OWNED[0], ranks, StopRequest(), folder)
 
 
 class Run:

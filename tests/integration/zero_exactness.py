@@ -6,7 +6,9 @@ Prints one JSON line a configuration: what was exact and what was not.
 import itertools
 import json
 import sys
+import tempfile
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -21,13 +23,12 @@ import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
 from spes_mega.hub.client import HubClient  # noqa: E402
-from spes_mega.model import build, forward_logits, language_model_loss, set_router_loss_scale  # noqa: E402
+from spes_mega.model import forward_logits, language_model_loss, set_router_loss_scale  # noqa: E402
 from spes_mega.model.config import DTYPES  # noqa: E402
-from spes_mega.node.engine import create_engine  # noqa: E402
 from spes_mega.node.hub_node import HubNode  # noqa: E402
+from spes_mega.node.local_model import LocalModel  # noqa: E402
 from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
 from spes_mega.node.stop import StopRequest  # noqa: E402
-from spes_mega.node.weights import NodeWeights  # noqa: E402
 from spes_mega.outer.ownership import ownership_of, pushed_names  # noqa: E402
 
 SHAPE = {
@@ -50,10 +51,16 @@ class Case:
     """A model under DeepSpeed, as a node has it."""
 
     def __init__(self, ranks, recipe, owned=OWNED):
-        self.ranks, self.recipe, self.owned = ranks, recipe, owned
-        gpt = build(recipe, owned)
-        self.engine = create_engine(recipe, gpt)
-        self.weights = NodeWeights(gpt, recipe.model, ranks, StopRequest())
+        self.ranks, self.recipe = ranks, recipe
+        self.weights = LocalModel(recipe, owned, ranks, StopRequest(), Path(tempfile.gettempdir()))
+
+    @property
+    def engine(self):
+        return self.weights.engine
+
+    @property
+    def owned(self):
+        return self.weights.owned
 
     def values(self, seed):
         shapes = self.weights.shapes

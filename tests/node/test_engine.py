@@ -78,3 +78,13 @@ def test_large_groups_are_cut_between_parameters():
     assert [[p.numel() for p in piece["params"]] for piece in pieces] == [[4, 4], [3], [20], [1, 1], [2]]
     assert [piece["weight_decay"] for piece in pieces] == [0.1, 0.1, 0.1, 0.1, 0.0]
     assert [p for piece in pieces[:4] for p in piece["params"]] == parameters
+
+
+def test_ages_have_groups_of_their_own_the_oldest_first():
+    old, new, norm = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    age = {id(old): 7, id(new): 0, id(norm): 7}
+    assert parameter_groups([norm, new, old], 0.1, lambda p: age[id(p)]) == [
+        {"params": [old], "weight_decay": 0.1},
+        {"params": [new], "weight_decay": 0.1},
+        {"params": [norm], "weight_decay": 0.0},
+    ]

@@ -11,7 +11,6 @@ from spes_mega.errors import RecipeError, SpesError
 from spes_mega.node import main as main_module
 from spes_mega.node.checks import check_node
 from spes_mega.node.launch import free_port, launcher_arguments
-from spes_mega.node.main import _ranges
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
@@ -95,11 +94,6 @@ def test_free_ports_differ():
 def test_a_node_that_cannot_be_is_refused(spes, node, hub, message):
     with pytest.raises(RecipeError, match=message):
         check_node(Recipe.model_validate({"model": MODEL, "spes": spes}), node, hub)
-
-
-def test_ranges_of_experts():
-    assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
-    assert _ranges(()) == "none"
 
 
 @pytest.mark.parametrize(("rank", "reported"), [("0", True), ("1", False)])

@@ -198,5 +198,5 @@ def test_a_node_is_absent_after_so_many_missed_rounds_or_when_it_left_until_it_c
 
 
 def test_numbers_in_short():
-    assert ranges((0, 1, 2, 3, 6)) == "0-3,6"
+    assert ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
     assert ranges(()) == "none"
