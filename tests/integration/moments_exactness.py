@@ -18,7 +18,8 @@ TRAIN = {"micro_batch_size": 2, "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.
 
 
 def case_of(ranks, stage, dtype, accumulation, owned=(1, 2), seed=1):
-    case = Case(ranks, recipe_of(stage, dtype, grad_accumulation=accumulation, **TRAIN), owned)
+    # frozen experts have the values of trained ones, so that models with different owners compute the same
+    case = Case(ranks, recipe_of(stage, dtype, "train", grad_accumulation=accumulation, **TRAIN), owned)
     case.assign(case.values(seed))
     return case
 
@@ -127,6 +128,7 @@ def change_of_owner(ranks, stage, dtype, accumulation):
     for case in (stays, changes):
         train(case, 2)
     after, reference = changes.masters(), stays.masters()
+    held = changes.expected(masters) if ranks.leads else {}
     later, later_moments = moments_of(changes)
     return {
         "changed": changed == (True, False),
@@ -136,9 +138,7 @@ def change_of_owner(ranks, stage, dtype, accumulation):
         "kept_go_on": all(torch.equal(after[name], reference[name]) for name in kept if ranks.leads),
         "new_are_trained": all(not torch.equal(after[name], masters[name]) for name in new if ranks.leads),
         "given_away_stay": all(
-            torch.equal(after[name], masters[name].to(changes.lowest).float())
-            for name in after
-            if (key := expert_of(name)) and key.expert in (0, 1)
+            torch.equal(after[name], held[name]) for name in after if (key := expert_of(name)) and key.expert in (0, 1)
         ),
         "ages": later == dict.fromkeys(kept, 3) | dict.fromkeys(new, 1),
         "new_begin_at_zero": all(
