@@ -10,7 +10,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_de
 
 from spes_mega.errors import DeadlineError
 from spes_mega.hub.access import Access
-from spes_mega.hub.faults import TRANSIENT, PayloadError, error_of
+from spes_mega.hub.faults import TRANSIENT, PayloadError, answered_by_hub, error_of
 from spes_mega.hub.handshake import check_handshake
 from spes_mega.hub.keys import CallerTls
 from spes_mega.hub.transfer import Stub
@@ -83,7 +83,7 @@ class Channel:
         try:
             return attempt()
         except grpc.RpcError as e:
-            if e.code() == grpc.StatusCode.UNAVAILABLE:
+            if e.code() == grpc.StatusCode.UNAVAILABLE and not answered_by_hub(e):
                 check_handshake(self.address, self._tls)
             raise
 

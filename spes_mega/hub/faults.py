@@ -64,6 +64,11 @@ def answer_with(context: grpc.ServicerContext, error: SpesError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
+def answered_by_hub(call: grpc.RpcError) -> bool:
+    """Whether a failed call got as far as the hub, and this is its word."""
+    return KIND_KEY in dict(call.trailing_metadata() or ())
+
+
 def error_of(call: grpc.RpcError, address: str) -> SpesError:
     """The error that a failed call stands for."""
     kind = dict(call.trailing_metadata() or ()).get(KIND_KEY)
