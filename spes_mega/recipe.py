@@ -24,6 +24,7 @@ LOCAL: dict[str, Any] = {"local": True}
 DenseFamily = Literal["qwen3", "qwen2", "llama", "mistral", "olmo2"]
 MoEFamily = Literal["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "flex_olmo"]
 MOE_FAMILIES = get_args(MoEFamily)
+CodecName = Literal["fp32", "bf16", "int8"]
 MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
 """MoE families in which single layers may be dense."""
 # Far above any model; a damaged config.json must not make names of tensors without end.
@@ -120,6 +121,66 @@ class ModelSection(Section):
             raise ValueError("mixtral always renormalizes (norm_topk_prob: true)")
 
 
+class CodecPair(Section):
+    """In what precision one direction's weights travel; a single word stands for both kinds."""
+
+    shared: CodecName = Field(default="fp32", description="fp32: the values; bf16, int8: changes, rounding carried on")
+    experts: CodecName = Field(default="fp32", description="int8 has one scale a row")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _both(cls, value: Any) -> Any:
+        return {"shared": value, "experts": value} if isinstance(value, str) else value
+
+    @property
+    def lossless(self) -> bool:
+        return self.shared == self.experts == "fp32"
+
+
+class WireSection(Section):
+    """In what precision weights travel, up from and down to the nodes; a single word stands for all four."""
+
+    up: CodecPair = CodecPair()
+    down: CodecPair = CodecPair()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all(cls, value: Any) -> Any:
+        return {"up": value, "down": value} if isinstance(value, str) else value
+
+    @property
+    def lossless(self) -> bool:
+        return self.up.lossless and self.down.lossless
+
+
+class OuterOptimizer(Section):
+    """What the hub does with the mean change of the nodes."""
+
+    optimizer: Literal["sgd", "nesterov"] = Field(default="sgd", description="sgd with lr 1 is plain averaging")
+    lr: float = Field(default=1.0, gt=0, description="DiLoCo: nesterov with lr 0.7")
+    momentum: Beta = Field(default=0.0, description="of nesterov; DiLoCo: 0.9")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.optimizer == "sgd" and self.momentum:
+            raise ValueError(f"momentum {self.momentum:g} needs optimizer: nesterov (sgd has none)")
+        if self.optimizer == "nesterov" and not self.momentum:
+            raise ValueError("nesterov needs a momentum over 0 (DiLoCo: lr 0.7, momentum 0.9)")
+        return self
+
+    @property
+    def averages(self) -> bool:
+        """The mean is taken as it is: what a node alone trains stays as it trained it."""
+        return self.optimizer == "sgd" and self.lr == 1
+
+
+class OuterSection(Section):
+    """The outer optimizer, of the shared weights and of the experts."""
+
+    shared: OuterOptimizer = OuterOptimizer()
+    experts: OuterOptimizer = OuterOptimizer()
+
+
 class SpesSection(Section):
     """The outer loop: who owns which experts, how often nodes synchronize, expert merging, deadlines."""
 
@@ -138,6 +199,11 @@ class SpesSection(Section):
         default=None,
         json_schema_extra=LOCAL,
         description="rounds that a node is missed before others train its experts, until it is back; default: never",
+    )
+    wire: WireSection = WireSection()
+    outer: OuterSection = OuterSection()
+    weight_by_tokens: bool = Field(
+        default=False, description="weigh each node's part of a mean by the tokens that it trained on"
     )
     merge_interval: Positive = Field(default=500, description="steps between two expert merges")
     merge_steps: int = Field(default=0, ge=0, description="merging stops at this step; 0: no merging")

@@ -54,6 +54,15 @@ def test_every_fault_is_listed_at_once():
         ({}, {"spes": {"num_nodes": 2, "capacity": [1, 2], "ownership": "all"}}, "no effect with ownership: all"),
         ({}, {"spes": {"adopt_after": 0}}, r"spes\.adopt_after"),
         ({}, {"spes": {"rpc_deadline_s": 99, "round_deadline_s": 9}}, "deadlines must nest"),
+        ({}, {"spes": {"wire": "fp8"}}, r"spes\.wire\.up\.shared.*'fp32', 'bf16' or 'int8' \(got 'fp8'\)"),
+        ({}, {"spes": {"wire": {"upp": "bf16"}}}, r"spes\.wire\.upp: unknown key; did you mean up\?"),
+        (
+            {},
+            {"spes": {"wire": {"up": {"expert": "bf16"}}}},
+            r"spes\.wire\.up\.expert: unknown key; did you mean exp",
+        ),
+        ({}, {"spes": {"outer": {"shared": {"momentum": 0.9}}}}, r"outer\.shared: momentum 0.9 needs optimizer: nest"),
+        ({}, {"spes": {"outer": {"experts": {"optimizer": "nesterov"}}}}, r"outer\.experts: nesterov needs a momentum"),
         ({}, {"train": {"steps": 5, "warmup_steps": 6}}, "warmup_steps 6 is more than steps 5"),
         ({}, {"train": {"seq_len": 8192}}, "over model.max_seq_len 4096"),
         ({}, {"train": {"zero_stage": 0}}, "train.zero_stage"),
@@ -80,6 +89,19 @@ def test_overrides_reach_any_field_and_values_are_yaml(tmp_path):
         load_recipe(path, ["spes"])
     with pytest.raises(RecipeError, match="did you mean sync_every"):
         load_recipe(path, ["spes.sync_every_=7"])
+
+
+def test_one_word_stands_for_all_codecs_or_those_of_a_direction():
+    both = {"shared": "bf16", "experts": "bf16"}
+    assert recipe(spes={"wire": "bf16"}) == recipe(spes={"wire": {"up": both, "down": "bf16"}})
+    wire = recipe(spes={"wire": {"up": {"experts": "int8"}, "down": "bf16"}}).spes.wire
+    assert (wire.up.shared, wire.up.experts, wire.down.shared, wire.down.experts) == ("fp32", "int8", "bf16", "bf16")
+    assert (wire.lossless, recipe().spes.wire.lossless) == (False, True)
+
+
+def test_what_counts_as_plain_averaging():
+    outer = recipe(spes={"outer": {"shared": {"lr": 0.9}}}).spes.outer
+    assert (outer.shared.averages, outer.experts.averages) == (False, True)
 
 
 def test_relative_data_paths_start_at_the_recipe(tmp_path):
@@ -116,6 +138,9 @@ def test_digest_ignores_what_may_differ_between_nodes_and_nothing_else():
         recipe({"rope_theta": 5.0}),
         recipe({"init_std": 0.1}),
         recipe(spes={"capacity": [1]}),
+        recipe(spes={"wire": {"down": {"experts": "int8"}}}),
+        recipe(spes={"outer": {"experts": {"lr": 0.7}}}),
+        recipe(spes={"weight_by_tokens": True}),
     ):
         assert other.digest() != base.digest()
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spes_mega.hub.forms import row_slices
+from spes_mega.hub.forms import Shape, row_slices
 from spes_mega.hub.payload import StoredPayload
+from spes_mega.hub.published import Published, Publisher
+from spes_mega.hub.terms import Terms, contributors
 from spes_mega.layout.names import EXPERT_MATRICES, expert_name, expert_of
-from spes_mega.layout.reader import Checkpoint
-from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.average import average
 from spes_mega.outer.merging import (
     SIMILARITY_MATRIX,
     Donors,
+    Similarity,
     add_to_gram,
     choose_donors,
     cosine_similarity,
@@ -25,7 +26,9 @@ from spes_mega.outer.merging import (
     merge_due,
     merge_rows,
     new_gram,
+    similarity_of,
 )
+from spes_mega.outer.optimizer import nesterov_step, sgd_step
 from spes_mega.outer.ownership import Ownership
 from spes_mega.recipe import ModelSection, Recipe
 
@@ -51,71 +54,158 @@ def merge_of(recipe: Recipe, round_: int) -> Merge | None:
 
 
 class Mixture:
-    """The state that a round gives before any merge, read by rows.
+    """What the pushes of a round make of the last state, before any merge, by rows.
 
-    Shared tensors are the mean over the nodes that pushed; an expert is the mean over those of its owners that
-    pushed (one in the plain case), and stays as it was if none did.
+    The change of a shared tensor is the mean over the nodes that pushed, that of an expert the mean over those of its
+    owners that pushed (one in the plain case), each taken through the outer optimizer; what nobody pushed stays.
     """
 
-    def __init__(self, previous: Checkpoint, pushes: Mapping[int, StoredPayload], ownership: Ownership) -> None:
-        self.names = previous.names
-        self.shape = previous.shape
-        self._previous = previous
+    def __init__(
+        self,
+        previous: Published,
+        pushes: Mapping[int, StoredPayload],
+        ownership: Ownership,
+        terms: Terms,
+        tokens: Mapping[int, int] | None = None,
+    ) -> None:
+        """`tokens` are the weights of the nodes in means; None: all alike."""
+        self.previous = previous
+        self.terms = terms
         self._pushes = pushes
         self._ownership = ownership
+        self._tokens = tokens
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.previous.names
+
+    def shape(self, name: str) -> Shape:
+        return self.previous.shape(name)
 
     def contributors(self, name: str) -> list[int]:
-        """Nodes whose values go into a tensor, in ascending order."""
-        key = expert_of(name)
-        nodes = sorted(self._pushes)
-        return nodes if key is None else [node for node in nodes if key.expert in self._ownership.owned(node)]
+        return contributors(name, self._ownership, self._pushes)
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor of the next state, fp32."""
-        if nodes := self.contributors(name):
-            return average(self._pushes[node].read_rows(name, start, stop) for node in nodes)
-        return self._previous.read_rows(name, start, stop)
+    def values(self, name: str, start: int, stop: int, out: Publisher | None = None) -> Tensor:
+        """New rows of a tensor that is published without loss, fp32; `out` gets the momentum."""
+        if self._pushes_are_the_state(name):
+            return self._mean(name, start, stop)
+        before = self.previous.rows(name, start, stop)
+        if (step := self._step(name, start, stop, before, out)) is not None:
+            before.add_(step)
+        return before
+
+    def change(self, name: str, start: int, stop: int, before: Tensor, out: Publisher | None = None) -> Tensor:
+        """What is to be published of a lossy tensor: new exact rows - `before` (those of P), fp32."""
+        if self._pushes_are_the_state(name) and self._is_private(name):
+            return self._mean(name, start, stop).sub_(before)
+        residual = self.previous.residual(name, start, stop)
+        if (step := self._step(name, start, stop, before, out)) is not None:
+            residual.add_(step)
+        return residual
+
+    def _pushes_are_the_state(self, name: str) -> bool:
+        averages = self.terms.optimizer(name).averages and self.terms.up(name).lossless
+        return averages and bool(self.contributors(name))
+
+    def _is_private(self, name: str) -> bool:
+        """Whether its node began the round with P + R, and not with P: see `Terms.private`."""
+        key = expert_of(name)
+        return key is not None and self._ownership.sole_owner(key.expert) is not None
+
+    def _mean(self, name: str, start: int, stop: int) -> Tensor:
+        nodes = self.contributors(name)
+        weights = None if self._tokens is None else [self._tokens[node] for node in nodes]
+        return average((self._pushes[node].read_rows(name, start, stop) for node in nodes), weights)
+
+    def _step(self, name: str, start: int, stop: int, before: Tensor, out: Publisher | None) -> Tensor | None:
+        """The outer optimizer's step; None if nobody contributes."""
+        optimizer = self.terms.optimizer(name)
+        velocity = self.previous.velocity(name, start, stop) if optimizer.momentum else None
+        step = None
+        if self.contributors(name):
+            change = self._mean(name, start, stop)
+            if self.terms.up(name).lossless:
+                change.sub_(before)
+            if velocity is None:
+                step = sgd_step(change, optimizer.lr)
+            else:
+                step = nesterov_step(change, velocity, lr=optimizer.lr, momentum=optimizer.momentum)
+        if velocity is not None and out is not None:
+            out.velocity(name, start, velocity)
+        return step
 
 
 def write_next_state(
-    writer: CheckpointWriter,
+    out: Publisher,
     mixture: Mixture,
     model: ModelSection,
     merge: Merge | None,
     still_wanted: Callable[[], None],
-) -> None:
-    """Write every tensor of the next state; `still_wanted` is called between tensors and raises to abandon it."""
+) -> dict[int, Similarity]:
+    """Write every tensor of the next state; `still_wanted` is called between tensors and raises to abandon it.
+
+    Returns how alike the experts of each layer were before the merge; nothing without one.
+    """
     for name in mixture.names:
         if merge is None or expert_of(name) is None:
             still_wanted()
-            for start, stop in row_slices(mixture.shape(name)):
-                writer.write_rows(name, start, mixture.read_rows(name, start, stop))
+            _write_tensor(out, mixture, name)
+    similarity = {}
     if merge is not None:
         for layer in filter(model.is_moe_layer, range(model.num_layers)):
             still_wanted()
-            _write_merged_layer(writer, mixture, model, layer, merge)
+            similarity[layer] = _write_merged_layer(out, mixture, model, layer, merge)
+    return similarity
 
 
-def _write_merged_layer(
-    writer: CheckpointWriter, mixture: Mixture, model: ModelSection, layer: int, merge: Merge
-) -> None:
-    donors = _donors(mixture, model, layer, merge.num_donors)
+def _write_tensor(out: Publisher, mixture: Mixture, name: str) -> None:
+    lossless, changes = mixture.terms.down(name).lossless, bool(mixture.contributors(name))
+    for start, stop in row_slices(mixture.shape(name)):
+        if lossless:
+            out.values(name, start, mixture.values(name, start, stop, out))
+            continue
+        before = mixture.previous.rows(name, start, stop)
+        change = mixture.change(name, start, stop, before, out)
+        if changes:
+            out.change(name, start, before, change)
+        else:
+            out.unchanged(name, start, before, change)
+
+
+def _write_merged_layer(out: Publisher, mixture: Mixture, model: ModelSection, layer: int, merge: Merge) -> Similarity:
+    similarity_EE = _similarity(mixture, model, layer)
+    donors: Donors = choose_donors(similarity_EE, merge.num_donors)
     for matrix in EXPERT_MATRICES:
-        for start, rows_ERC in _expert_rows(mixture, model, layer, matrix):
-            merged_ERC = merge_rows(rows_ERC, donors, merge.alpha)
-            for expert in range(model.num_experts):
-                writer.write_rows(expert_name(layer, expert, matrix), start, merged_ERC[expert])
+        names = _expert_names(model, layer, matrix)
+        for start, before_E, rows_ERC in _expert_rows(mixture, names, out):
+            for name, before, merged in zip(names, before_E, merge_rows(rows_ERC, donors, merge.alpha), strict=True):
+                if before is None:
+                    out.values(name, start, merged)
+                else:
+                    out.change(name, start, before, merged.sub_(before))
+    return similarity_of(similarity_EE)
 
 
-def _donors(mixture: Mixture, model: ModelSection, layer: int, count: int) -> Donors:
+def _similarity(mixture: Mixture, model: ModelSection, layer: int) -> Tensor:
     gram_EE = new_gram(model.num_experts)
-    for _, rows_ERC in _expert_rows(mixture, model, layer, SIMILARITY_MATRIX):
+    for _, _, rows_ERC in _expert_rows(mixture, _expert_names(model, layer, SIMILARITY_MATRIX), None):
         add_to_gram(gram_EE, rows_ERC)
-    return choose_donors(cosine_similarity(gram_EE), count)
+    return cosine_similarity(gram_EE)
 
 
-def _expert_rows(mixture: Mixture, model: ModelSection, layer: int, matrix: str) -> Iterator[tuple[int, Tensor]]:
-    """(start, rows [E, R, C]) of one matrix of all experts of a layer, slice by slice."""
-    names = [expert_name(layer, expert, matrix) for expert in range(model.num_experts)]
-    for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=model.num_experts):
-        yield start, torch.stack([mixture.read_rows(name, start, stop) for name in names])
+def _expert_names(model: ModelSection, layer: int, matrix: str) -> list[str]:
+    return [expert_name(layer, expert, matrix) for expert in range(model.num_experts)]
+
+
+def _expert_rows(
+    mixture: Mixture, names: list[str], out: Publisher | None
+) -> Iterator[tuple[int, list[Tensor | None], Tensor]]:
+    """(start, published rows if they are lossy, new rows [E, R, C]) of one matrix of all experts, slice by slice."""
+    lossless = mixture.terms.down(names[0]).lossless
+    for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names)):
+        if lossless:
+            yield start, [None] * len(names), torch.stack([mixture.values(n, start, stop, out) for n in names])
+        else:
+            before_E = [mixture.previous.rows(name, start, stop) for name in names]
+            rows_E = [mixture.change(n, start, stop, b, out).add_(b) for n, b in zip(names, before_E, strict=True)]
+            yield start, [*before_E], torch.stack(rows_E)

@@ -7,7 +7,8 @@ the link needs, and a pull is applied only when all of it has come.
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,9 @@ from spes_mega.hub.forms import Shape, in_fp32
 from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
+from spes_mega.hub.replica import Replica
+from spes_mega.hub.terms import Terms
+from spes_mega.layout.names import expected_tensors
 from spes_mega.recipe import Recipe
 
 __all__ = [
@@ -54,20 +58,32 @@ class Joined:
 
 
 class Pulled:
-    """A complete state on its spool file: iterate over (name, fp32 tensor), or read by name. Close it when done."""
+    """What a node has to replace to hold a state: iterate over (name, fp32 tensor), or read by name.
 
-    def __init__(self, opening: pb.PullOpening, payload: StoredPayload) -> None:
+    The tensors are in a spool file: read them before the next push or pull, and close this when done.
+    """
+
+    def __init__(
+        self,
+        opening: pb.PullOpening,
+        shapes: dict[str, Shape],
+        full: bool,
+        read: Callable[[str], Tensor],
+        close: Callable[[], None],
+    ) -> None:
         self.round = opening.round
-        self.full = opening.full
-        """False: the experts that this node alone owns are left out, because it holds their newest values."""
+        self.full = full
+        """False: what the node alone trains, or nobody has changed, is left out, because the node holds it."""
         self.absent = tuple(opening.absent)
         """Nodes whose experts others train from this state on: see `outer.ownership.with_absent`."""
-        self.shapes: dict[str, Shape] = payload.shapes
-        self._payload = payload
+        self.shapes = shapes
+        self._read, self._close = read, close
 
     def read(self, name: str) -> Tensor:
-        """One tensor, fp32. Raises KeyError if it was not sent."""
-        return self._payload.read(name)
+        """One tensor, fp32. Raises KeyError if it need not be replaced."""
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.shapes)
@@ -77,7 +93,7 @@ class Pulled:
 
     def close(self) -> None:
         """Free the spool file."""
-        self._payload.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +123,11 @@ class HubClient:
         wait_deadline_s: float = 24 * 3600.0,
         wait_setting: str = "",
         spool_dir: Path | None = None,
+        replica: Replica | None = None,
     ) -> None:
         """`spool_dir` needs room for one state of the model; default: the system's temporary directory.
+
+        `replica` belongs to runs in which weights travel with loss; `for_recipe` makes it.
 
         What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
         name these limits in messages.
@@ -118,6 +137,7 @@ class HubClient:
         self._delivery = Delivery(self._channel, self._caller)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
         self._spool_dir = spool_dir
+        self._replica = replica
         self.address = address
         self.node = node
 
@@ -127,6 +147,8 @@ class HubClient:
     ) -> Self:
         """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
         spes = recipe.spes
+        terms = Terms(spes)
+        replica = None if terms.lossless else Replica(expected_tensors(recipe.model), terms, spool_dir)
         return cls(
             address,
             node,
@@ -137,6 +159,7 @@ class HubClient:
             wait_deadline_s=spes.join_deadline_s + 2 * spes.round_deadline_s + spes.rpc_deadline_s,
             wait_setting="spes.join_deadline_s + 2 spes.round_deadline_s + spes.rpc_deadline_s",
             spool_dir=spool_dir,
+            replica=replica,
         )
 
     @property
@@ -158,32 +181,55 @@ class HubClient:
         """Download the newest committed state.
 
         `have_round` is the round whose state the node trained from and still holds, with its own training on top:
-        if the hub averaged that training into the newest state, what the node alone owns is not sent again.
+        if the hub averaged that training into the newest state, what the node alone owns is not sent again. Without
+        it all tensors have to be replaced (where weights travel with loss, the client may know most of them).
         """
+        if (replica := self._replica) is None:
+            opening, payload = self._download(have_round)
+            return Pulled(opening, payload.shapes, opening.full, payload.read, payload.close)
+        opening, payload = self._download(replica.round)
+        with closing(payload):
+            knows = not opening.full and have_round == replica.round == replica.pushed_round
+            replica.apply(payload, opening.round, opening.full)
+            shapes = payload.shapes if knows else replica.shapes
+        return Pulled(opening, shapes, not knows, replica.read, lambda: None)
+
+    def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload]:
         spool = self._spool()
         try:
             opening = self._delivery.fetch(spool, have_round)
-            payload = StoredPayload(spool, f"state of round {opening.round}")
-            return Pulled(opening, payload)
+            return opening, StoredPayload(spool, f"state of round {opening.round}")
         except BaseException:
             spool.close()
             raise
 
     def push(
-        self, round_: int, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]], tokens: int = 0
+        self,
+        round_: int,
+        shapes: Mapping[str, Shape],
+        tensors: Iterable[tuple[str, Tensor]],
+        tokens: int = 0,
+        alone: Collection[str] = (),
     ) -> None:
         """Send what this node trained in `round_` (the round of the state that it pulled).
 
         `tensors` are taken once, in the order of `shapes`, in any floating dtype; `tokens` counts what the node trained
-        on in this round. Pushing the same values again is accepted.
+        on in this round; `alone` are those of the names that nobody else trains. In fp32, pushing the same values again
+        is accepted.
 
         Raises:
             StaleRoundError: the round is closed: `wait_round(round_ + 1)`, pull, and go on.
             HubRefusedError: names, shapes or values are not what the hub expects of this node.
         """
         with self._spool() as spool:
-            size = write_payload(spool, in_fp32(shapes), tensors, {TOKENS_KEY: str(tokens)})
+            metadata = {TOKENS_KEY: str(tokens)}
+            if self._replica is None:
+                size = write_payload(spool, in_fp32(shapes), tensors, metadata)
+            else:
+                size = self._replica.encode(spool, shapes, tensors, metadata, alone)
             self._delivery.send(spool, pb.PushOpening(round=round_, total_bytes=size))
+            if self._replica is not None:
+                self._replica.accepted(round_)
 
     def wait_round(self, round_: int) -> int:
         """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""
@@ -210,8 +256,20 @@ class HubClient:
         """What the hub is doing; keys are those of `StatusReply` in hub.proto."""
         return as_dict(self._channel.call("Status", pb.StatusRequest(), ANSWER_S))
 
+    def save_residual(self, path: Path) -> None:
+        """Write to a file what this node's pushes have lost so far, for a node that goes on in its place."""
+        if self._replica is not None:
+            self._replica.save_residual(path)
+
+    def restore_residual(self, path: Path) -> None:
+        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged."""
+        if self._replica is not None:
+            self._replica.restore_residual(path)
+
     def close(self) -> None:
         self._channel.close()
+        if self._replica is not None:
+            self._replica.close()
 
     def __enter__(self) -> Self:
         return self

@@ -33,6 +33,8 @@ class RoundRecord:
     merge_alpha: float | None = None
     absent: tuple[int, ...] = ()
     """Nodes whose experts others train from this state on, until the next one."""
+    similarity: float | None = None
+    """How alike the experts were when they were merged: the mean cosine similarity of different ones of a layer."""
 
     @property
     def merged(self) -> bool:
@@ -125,11 +127,21 @@ class Ledger:
         tokens: int,
         merge_alpha: float | None,
         absent: tuple[int, ...] = (),
+        similarity: float | None = None,
     ) -> RoundRecord:
         """Append the record of a round, with the bytes moved since the last one."""
         with self._lock:
             record = RoundRecord(
-                round_, step, tuple(nodes), seconds, self._round_up, self._round_down, tokens, merge_alpha, absent
+                round_,
+                step,
+                tuple(nodes),
+                seconds,
+                self._round_up,
+                self._round_down,
+                tokens,
+                merge_alpha,
+                absent,
+                similarity,
             )
             self._round_up = self._round_down = 0
             self.rounds.append(record)

@@ -2,37 +2,36 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-import torch
 import xxhash
 
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.faults import BrokenTransferError, PayloadError, StaleRoundError
-from spes_mega.hub.forms import Form, data_bytes, in_fp32, payload_header, row_slices
-from spes_mega.hub.frames import PREFIX_BYTES, Piece, chunk_bytes, frames
+from spes_mega.hub.forms import Form, forms_of
+from spes_mega.hub.frames import PREFIX_BYTES, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Presence, expected_back
+from spes_mega.hub.metrics import Metrics
 from spes_mega.hub.norm import update_norm, update_rows
+from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
+from spes_mega.hub.published import publishing
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, tokens_of
 from spes_mega.hub.store import Store
+from spes_mega.hub.terms import Terms, changed_names
 from spes_mega.layout.names import expected_tensors, expert_of
-from spes_mega.layout.reader import Checkpoint
-from spes_mega.layout.safetensors_format import byte_count
-from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.outer.merging import Similarity, mean_similarity
 from spes_mega.outer.ownership import (
     Ownership,
     next_absent,
     ownership_of,
-    private_names,
     pushed_names,
     ranges,
     with_absent,
@@ -47,6 +46,7 @@ class Run:
         """Raises StoreError (the directory is another run's or in use) or CheckpointError (`init` does not fit)."""
         self.recipe = recipe
         self.shapes = expected_tensors(recipe.model)
+        self._terms = Terms(recipe.spes)
         self._everyone = ownership_of(
             recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership, recipe.spes.capacity
         )
@@ -57,6 +57,7 @@ class Run:
             round_ = self._initial_round(init)
             self.ledger: Ledger = self._store.read_ledger(round_)
             self.newest: RoundRecord = self.ledger.rounds[-1]
+            self._metrics = Metrics(state / "metrics.jsonl", self.ledger.rounds)
             self.staging = self._stage()
             self.rounds = self._rounds(round_, self._stored_pushes(round_))
             self._snapshot()  # a crash may have come between the last round and its snapshot
@@ -87,6 +88,7 @@ class Run:
             source = str(init) if init else f"weights drawn with seed {self.recipe.train.seed}"
             self._console.say("initial", f"round 0 is {source}", source=source)
             return 0
+        self._store.open_state(newest).close()  # a state that is damaged is better found before nodes train for it
         ignored = f"; --init {init} is ignored" if init else ""
         text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
         self._console.say("resumed", text, round=newest)
@@ -116,13 +118,13 @@ class Run:
         """For the pushes of the open round, whose ownership says what each node has to push."""
         ownership = self.ownership
 
-        def forms_of(node: int) -> dict[str, Form]:
+        def pushed(node: int) -> dict[str, Form]:
             names = pushed_names(self.shapes, ownership, node, expert_of)
-            return in_fp32({name: self.shapes[name] for name in names})
+            return forms_of({name: self.shapes[name] for name in names}, self._terms.up)
 
         round_ = self.newest.round
         return Staging(
-            self._store.pushes_dir(round_), forms_of, lambda node, payload: self._check_update(round_, node, payload)
+            self._store.pushes_dir(round_), pushed, lambda node, payload: self._check_update(round_, node, payload)
         )
 
     def _check_update(self, round_: int, node: int, payload: StoredPayload) -> None:
@@ -130,8 +132,8 @@ class Run:
         limit = self.recipe.spes.max_update_norm
         if limit is None:
             return
-        with self._store.open_state(round_) as base:
-            norm = update_norm(update_rows(payload, base))
+        with closing(self._store.open_state(round_)) as base:
+            norm = update_norm(update_rows(payload, base.weights))
         self.ledger.measured(node, norm)
         if not norm <= limit:
             raise PayloadError(
@@ -199,21 +201,15 @@ class Run:
         have_round = request.have_round if request.HasField("have_round") else None
         self.rounds.settle()
         record = self.newest
-        names = list(self.shapes)
-        if lean := have_round == record.round - 1 and node in record.nodes and self._keeps(node, record):
-            left_out = set(private_names(names, self._trained(record), node, expert_of))
-            names = [name for name in names if name not in left_out]
-        forms = in_fp32({name: self.shapes[name] for name in names})
-        header = payload_header(forms)
-        total = len(header) + data_bytes(forms)
-        payload = f"{record.round}-{xxhash.xxh3_64_hexdigest(header)}"
-        begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
-        yield pb.PullOpening(
-            round=record.round, total_bytes=total, full=not lean, absent=record.absent,
-            payload=payload, offset=begin,
-        ).SerializeToString()  # fmt: skip
-        with self._store.open_state(record.round) as state:
-            for frame in frames(_pieces(header, names, state, self._chunk_bytes), self._chunk_bytes, begin):
+        parts, full = self._parts(node, have_round, record)
+        with closing(self._store.open_state(record.round)) as state:
+            outgoing = Outgoing(state, parts, self._terms)
+            total, payload = outgoing.total_bytes, f"{record.round}-{xxhash.xxh3_64_hexdigest(outgoing.header)}"
+            begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
+            yield pb.PullOpening(
+                round=record.round, total_bytes=total, full=full, absent=record.absent, payload=payload, offset=begin
+            ).SerializeToString()
+            for frame in frames(outgoing.pieces(self._chunk_bytes), self._chunk_bytes, begin):
                 count = len(frame) - PREFIX_BYTES
                 yield frame
                 self.ledger.count_down(node, count)
@@ -223,17 +219,23 @@ class Run:
         """Whether somebody asked this run's hub to end after the open round."""
         return self._store.drain_requested()
 
+    def _parts(self, node: int, have_round: int | None, record: RoundRecord) -> tuple[dict[str, Part], bool]:
+        """What to send, and whether that is everything.
+
+        Only where weights travel with loss does a node know the last state for sure, and not just its own training.
+        """
+        trained, counted = self._trained(record), node in record.nodes
+        private = self._terms.private(self.shapes, self._ownership(record), node)
+        same = trained.owned(node) == self._ownership(record).owned(node)
+        same = same and private == self._terms.private(self.shapes, trained, node)
+        if have_round != record.round - 1 or not same or (self._terms.lossless and not counted):
+            return full_parts(self.shapes, private), True
+        changed = changed_names(self.shapes, trained, record.nodes, record.merged)
+        return partial_parts(changed, private, counted and not record.merged, self._terms), False
+
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
         return self._ownership(self.ledger.record(record.round - 1) or record)
-
-    def _keeps(self, node: int, record: RoundRecord) -> bool:
-        """Whether a node that has trained for this state needs nothing of what it alone owns.
-
-        With other experts than before it rebuilds its model, and needs all of it, also what nobody has changed: of an
-        expert that it did not train, it may not have the exact values.
-        """
-        return not record.merged and self._trained(record).owned(node) == self._ownership(record).owned(node)
 
     def close_round(self) -> None:
         """Wait until the open round may close, and commit the state that it gives.
@@ -247,29 +249,43 @@ class Run:
         began = time.monotonic()
         self.staging.close()
         with ExitStack() as stack:
-            previous = stack.enter_context(self._store.open_state(round_))
-            pushes = {node: self.staging.open(node) for node in nodes}
-            for push in pushes.values():
-                stack.callback(push.close)
-            mixture = Mixture(previous, pushes, self.ownership)
-            tokens = sum(tokens_of(push) for push in pushes.values())
+            previous = stack.enter_context(closing(self._store.open_state(round_)))
+            pushes = {node: stack.enter_context(closing(self.staging.open(node))) for node in nodes}
+            tokens = {node: tokens_of(push) for node, push in pushes.items()}
+            weights = tokens if self.recipe.spes.weight_by_tokens else None
+            mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
+            similarity: dict[int, Similarity] = {}
             self._store.commit(
                 round_ + 1,
-                lambda writer: self._fill(writer, mixture, round_, nodes, tokens),
-                base_config=previous.config,
+                lambda writer: self._fill(writer, mixture, round_, tokens, similarity),
+                base_config=previous.weights.config,
                 copy_from=self._store.round_dir(round_),
             )
-        self._open_next(time.monotonic() - began)
+        self._open_next(time.monotonic() - began, similarity)
 
     def _fill(
-        self, writer: CheckpointWriter, mixture: Mixture, round_: int, nodes: tuple[int, ...], tokens: int
+        self,
+        writer: CheckpointWriter,
+        mixture: Mixture,
+        round_: int,
+        tokens: dict[int, int],
+        similarity: dict[int, Similarity],
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
-        write_next_state(writer, mixture, self.recipe.model, merge, self.rounds.check_running)
-        step = self.recipe.step_at(round_ + 1)
-        alpha = merge.alpha if merge else None
-        absent = self._next_absent(round_, nodes)
-        self.ledger.close_round(round_ + 1, step, nodes, self.rounds.open_seconds(), tokens, alpha, absent)
+        nodes = tuple(sorted(tokens))
+        changed = changed_names(self.shapes, self.ownership, nodes, merge is not None)
+        with publishing(writer, self._terms, changed) as out:
+            similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
+        self.ledger.close_round(
+            round_ + 1,
+            self.recipe.step_at(round_ + 1),
+            nodes,
+            self.rounds.open_seconds(),
+            sum(tokens.values()),
+            merge.alpha if merge else None,
+            self._next_absent(round_, nodes),
+            mean_similarity(similarity),
+        )
         return self.ledger
 
     def _next_absent(self, round_: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,13 +301,14 @@ class Run:
             spes.adopt_after,
         )
 
-    def _open_next(self, aggregation_s: float) -> None:
+    def _open_next(self, aggregation_s: float, similarity: dict[int, Similarity]) -> None:
         before, self.newest = self.newest, self.ledger.rounds[-1]
         self.staging = self._stage()
         self.rounds.committed(self.newest.round)
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
         if before.absent != self.newest.absent:
             self._say_ownership()
+        self._metrics.append(self.newest, similarity)
         self._store.prune(self.newest.round)
         self._snapshot()
 
@@ -305,16 +322,3 @@ class Run:
     def _snapshot(self) -> None:
         if path := self._store.snapshot(self.newest):
             self._console.say("snapshot", f"snapshot {path}", path=str(path), round=self.newest.round)
-
-
-def _pieces(header: bytes, names: list[str], state: Checkpoint, at_once: int) -> Iterator[Piece]:
-    yield Piece(len(header), lambda: header)
-    for name in names:
-        shape = state.shape(name)
-        for start, stop in row_slices(shape, budget=at_once):
-            size = byte_count(torch.float32, (stop - start, *shape[1:]))
-            yield Piece(size, partial(_rows, state, name, start, stop))
-
-
-def _rows(state: Checkpoint, name: str, start: int, stop: int) -> memoryview:
-    return bytes_of(state.read_rows(name, start, stop))

@@ -4,7 +4,9 @@
     lock                         held by the hub that uses the directory
     drain                        there if the hub was asked to end after the open round
     members.json                 which nodes take part
-    rounds/000007/               a committed state: a Hugging Face directory in fp32, and round.json
+    rounds/000007/               a committed state: a Hugging Face directory, and more (see published.py)
+    rounds/000007/round.json     the ledger
+    metrics.jsonl                figures of all rounds
     pushes/000007/node-001.safetensors   a committed push for the open round
     snapshots/round-000007/      kept for good
 
@@ -30,7 +32,8 @@ from spes_mega.hub import members as members_format
 from spes_mega.hub.drain import LOCK, REQUEST
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
-from spes_mega.layout.reader import Checkpoint, open_checkpoint
+from spes_mega.hub.published import BESIDE, Published
+from spes_mega.hub.terms import Terms
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
 
@@ -48,6 +51,7 @@ class Store:
         """Raises StoreError: another run's or another hub's directory, or one that cannot be used."""
         self.root = root
         self._recipe = recipe
+        self._terms = Terms(recipe.spes)
         try:
             for part in ("rounds", "pushes", "snapshots"):
                 (root / part).mkdir(parents=True, exist_ok=True)
@@ -83,8 +87,9 @@ class Store:
         path.mkdir(exist_ok=True)
         return path
 
-    def open_state(self, round_: int) -> Checkpoint:
-        return open_checkpoint(self.round_dir(round_))
+    def open_state(self, round_: int) -> Published:
+        """Raises CheckpointError or StoreError: a file is missing or damaged."""
+        return Published(self.round_dir(round_), round_, self._terms)
 
     def read_ledger(self, round_: int) -> Ledger:
         """Raises StoreError if round.json is damaged."""
@@ -161,7 +166,7 @@ class Store:
         partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
         for file in self.round_dir(record.round).iterdir():
-            if file.name != "round.json":
+            if file.name not in ("round.json", *BESIDE):
                 _link(file, partial / file.name)
         sync_directory(partial)
         partial.rename(target)

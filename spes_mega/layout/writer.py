@@ -115,8 +115,17 @@ class CheckpointWriter:
         """What `name` is stored as."""
         return self._dtypes[name]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names in canonical order."""
+        return tuple(self._shapes)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def path_beside(self, file: str) -> Path:
+        """Where to write another file that appears together with the checkpoint; close it before the end."""
+        return self._partial / file
 
     def __enter__(self) -> Self:
         self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"

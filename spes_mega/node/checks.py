@@ -14,6 +14,8 @@ def check_node(recipe: Recipe, node: int, hub: str | None) -> None:
         raise RecipeError(f"spes.num_nodes is {recipe.spes.num_nodes}: give --hub, or --set spes.num_nodes=1")
     if hub is None and recipe.model.is_moe and recipe.spes.merge_steps:
         raise RecipeError("experts are merged by the hub: give --hub, or --set spes.merge_steps=0")
+    if hub is None and not (recipe.spes.outer.shared.averages and recipe.spes.outer.experts.averages):
+        raise RecipeError("the outer optimizer runs on the hub: give --hub, or --set spes.outer={}")
 
 
 def training_data(recipe: Recipe) -> Path:

@@ -16,7 +16,7 @@ from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.weight_source import Traffic
 from spes_mega.node.weights import Shapes, Tensors
-from spes_mega.outer.ownership import Ownership, pushed_names, ranges, with_absent
+from spes_mega.outer.ownership import Ownership, private_names, pushed_names, ranges, with_absent
 
 GOODBYE_S = 10.0  # launchers kill a node 30 s after they asked it to stop
 T = TypeVar("T")
@@ -86,13 +86,14 @@ class HubNode:
     def _push(self, weights: LocalModel, round_: int, tokens: int) -> bool:
         """Send what this node trains; False if the round was closed already."""
         names = pushed_names(weights.shapes, self._ownership, self._node, expert_of)
+        alone = private_names(names, self._ownership, self._node, expert_of)
         stale = False
 
         def push(shapes: Shapes, tensors: Tensors) -> None:
             nonlocal stale
             try:
                 with self._stop.interruptible():
-                    self.client.push(round_, shapes, tensors, tokens)
+                    self.client.push(round_, shapes, tensors, tokens, alone)
             except StaleRoundError:
                 stale = True
 

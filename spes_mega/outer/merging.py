@@ -4,6 +4,9 @@ Axes: E experts of a layer, R rows of an expert matrix, C its columns. Everythin
 that memory depends on the slice and not on the model.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -65,3 +68,22 @@ def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
                 pull.add_(rows_ERC[donor].to(torch.float64).sub_(rows_ERC[own]))
             merged[own] = pull.mul_(alpha / len(others)).add_(rows_ERC[own])
     return merged
+
+
+class Similarity(NamedTuple):
+    """How alike different experts of a layer are: mean and largest cosine similarity."""
+
+    mean: float
+    max: float
+
+
+def similarity_of(similarity_EE: Tensor) -> Similarity:
+    """Mean and maximum over the pairs of different experts; needs at least two."""
+    first, second = torch.triu_indices(len(similarity_EE), len(similarity_EE), offset=1)
+    pairs = similarity_EE[first, second]
+    return Similarity(pairs.mean().item(), pairs.max().item())
+
+
+def mean_similarity(layers: Mapping[int, Similarity]) -> float | None:
+    """The mean over the layers; None without any."""
+    return sum(layer.mean for layer in layers.values()) / len(layers) if layers else None

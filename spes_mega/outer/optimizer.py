@@ -18,4 +18,5 @@ def nesterov_step(change: Tensor, velocity: Tensor, *, lr: float, momentum: floa
     As torch.optim.SGD(nesterov=True) without dampening, with a velocity of zeros at the start.
     """
     velocity.mul_(momentum).add_(change)
-    return change.add_(velocity, alpha=momentum).mul_(lr)
+    # Not add_(…, alpha): that may or may not fuse product and sum, and then the result would depend on the slicing.
+    return change.add_(velocity.mul(momentum)).mul_(lr)

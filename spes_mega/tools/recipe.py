@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import click
 import yaml
@@ -22,22 +22,30 @@ def explain_recipe(recipe: Recipe | None) -> str:
     for name, field in Recipe.model_fields.items():
         section = field.annotation
         value = getattr(recipe, name) if recipe is not None else None
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        if _is_section(section):
             lines += ["", f"{name}:  # {_first_line(section)}"]
-            lines += _fields(section, value)
+            lines += _fields(section, value, indent="  ")
         else:
             lines += ["", *_line(name, field, value if recipe is not None else field.default, indent="")]
     return "\n".join(lines) + "\n"
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _first_line(section: type[BaseModel]) -> str:
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
-def _fields(section: type[BaseModel], values: BaseModel | None) -> Iterator[str]:
+def _fields(section: type[BaseModel], values: BaseModel | None, indent: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         value = getattr(values, name) if values is not None else field.default
-        yield from _line(name, field, value, indent="  ")
+        if _is_section(field.annotation):
+            yield f"{indent}{name}:  # {_first_line(field.annotation)}"
+            yield from _fields(field.annotation, value, indent + "  ")
+        else:
+            yield from _line(name, field, value, indent)
 
 
 def _line(name: str, field: FieldInfo, value: Any, indent: str) -> list[str]:

@@ -52,12 +52,17 @@ def describe(status: dict[str, Any]) -> Iterator[str]:
 def _rounds(rounds: list[dict[str, Any]]) -> Iterator[str]:
     for record in rounds:
         if record["round"]:
-            merged = "" if record["merge_alpha"] is None else f"  merged (alpha {record['merge_alpha']:.3g})"
+            merged = "" if record["merge_alpha"] is None else _merged(record)
             yield (
                 f"  round {record['round']}  step {record['step']}  nodes {','.join(map(str, record['nodes']))}  "
                 f"{record['seconds']:.1f} s  up {_megabytes(record['bytes_up'])}  "
                 f"down {_megabytes(record['bytes_down'])}{merged}"
             )
+
+
+def _merged(record: dict[str, Any]) -> str:
+    similarity = "" if record["similarity"] is None else f", similarity {record['similarity']:.3f}"
+    return f"  merged (alpha {record['merge_alpha']:.3g}{similarity})"
 
 
 def _megabytes(count: int) -> str:

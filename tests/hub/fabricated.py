@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from spes_mega.layout.initialize import generator
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import open_checkpoint
-from spes_mega.outer.ownership import ownership_of, pushed_names, with_absent
+from spes_mega.outer.ownership import ownership_of, private_names, pushed_names, with_absent
 from spes_mega.recipe import parse_recipe
 
 MODEL = {
@@ -58,8 +58,10 @@ def fabricate(recipe, node, round_, salt="", absent=()):
     }
 
 
-def push(client, recipe, round_, tensors, tokens=0):
-    client.push(round_, {name: tuple(t.shape) for name, t in tensors.items()}, tensors.items(), tokens)
+def push(client, recipe, round_, tensors, tokens=0, absent=()):
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    alone = private_names(shapes, ownership(recipe, absent), client.node, expert_of)
+    client.push(round_, shapes, tensors.items(), tokens, alone)
 
 
 def pull(client, have_round=None):
@@ -89,9 +91,9 @@ def merged(recipe, state, alpha):
             others = sorted((e for e in experts if e != own), key=lambda e: -similarity[own, e])
             donors = others[: recipe.spes.merge_donors]
             for matrix in ("gate_proj", "up_proj", "down_proj") if donors else ():
-                mine = state[name(own, matrix)]
-                pull = torch.stack([state[name(d, matrix)] - mine for d in donors]).mean(0)
-                out[name(own, matrix)] = mine + alpha * pull
+                mine = state[name(own, matrix)].double()
+                pull = sum(state[name(d, matrix)].double() - mine for d in sorted(donors))
+                out[name(own, matrix)] = (mine + pull * (alpha / len(donors))).float()
     return out
 
 

@@ -1,19 +1,23 @@
+from contextlib import closing
+
 import pytest
 import torch
 
-from hub.fabricated import assert_same, fabricate, make_recipe, merged, next_state, ownership, read_state, shapes_of
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, ownership, read_state, shapes_of
 from spes_mega.hub import aggregate, forms
 from spes_mega.hub.aggregate import Merge, Mixture, merge_of, write_next_state
 from spes_mega.hub.forms import in_fp32
 from spes_mega.hub.payload import StoredPayload, write_payload
+from spes_mega.hub.published import Published, publishing
+from spes_mega.hub.terms import Terms
 from spes_mega.layout.initialize import initial_tensor
-from spes_mega.layout.names import expected_tensors
-from spes_mega.layout.reader import open_checkpoint
+from spes_mega.layout.names import expected_tensors, expert_name
 from spes_mega.layout.writer import CheckpointWriter
 
 
 def aggregated(tmp_path, recipe, pushes, merge=None):
-    """(state before, state after) through files, as the hub does it."""
+    """(state before, state after, similarity) through files, as the hub does it."""
+    terms = Terms(recipe.spes)
     with CheckpointWriter(tmp_path / "old", recipe.model, torch.float32, fsync=False) as writer:
         for name, shape in expected_tensors(recipe.model).items():
             writer.write(name, initial_tensor(recipe.model, name, shape, 5))
@@ -23,11 +27,14 @@ def aggregated(tmp_path, recipe, pushes, merge=None):
         with path.open("wb") as file:
             write_payload(file, in_fp32(shapes_of(recipe, node)), tensors.items(), {})
         stored[node] = StoredPayload.open(path, f"push {node}")
-    with open_checkpoint(tmp_path / "old") as previous:
-        mixture = Mixture(previous, stored, ownership(recipe))
-        with CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer:
-            write_next_state(writer, mixture, recipe.model, merge, lambda: None)
-    return read_state(tmp_path / "old"), read_state(tmp_path / "new")
+    with closing(Published(tmp_path / "old", 0, terms)) as previous:
+        mixture = Mixture(previous, stored, ownership(recipe), terms)
+        with (
+            CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer,
+            publishing(writer, terms, mixture.names) as out,
+        ):
+            similarity = write_next_state(out, mixture, recipe.model, merge, lambda: None)
+    return read_state(tmp_path / "old"), read_state(tmp_path / "new"), similarity
 
 
 @pytest.mark.parametrize(
@@ -42,11 +49,11 @@ def aggregated(tmp_path, recipe, pushes, merge=None):
 def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, nodes):
     recipe = make_recipe(num_nodes=3, ownership=assignment)
     pushes = {node: fabricate(recipe, node, 0) for node in nodes}
-    old, new = aggregated(tmp_path, recipe, dict(reversed(pushes.items())))
+    old, new, _ = aggregated(tmp_path, recipe, dict(reversed(pushes.items())))
     assert_same(new, next_state(recipe, old, pushes))
 
 
-@pytest.mark.parametrize("experts", [1, 3, 4, 7])
+@pytest.mark.parametrize("experts", [2, 3, 4, 7])
 @pytest.mark.parametrize("budget", [forms.SLICE_BYTES, 600])
 def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
     monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw, budget=budget))
@@ -61,15 +68,20 @@ def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts
         }
     )
     pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
-    old, new = aggregated(tmp_path, recipe, pushes, Merge(0.3, 4))
+    old, new, similarity = aggregated(tmp_path, recipe, pushes, Merge(0.3, 4))
+    before_merge = next_state(recipe, old, pushes)
     expected = next_state(recipe, old, pushes, alpha=0.3)
     for name, tensor in expected.items():
         # means in fp32 against fp64
         torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-6)
-    moved = merged(recipe, new, 0.3) if experts > 1 else None
-    if moved:
-        name = "model.layers.0.mlp.experts.0.down_proj.weight"
-        assert not torch.allclose(new[name], next_state(recipe, old, pushes)[name], atol=1e-3)
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    assert not torch.allclose(new[name], before_merge[name], atol=1e-3)
+    assert similarity.keys() == {0, 2}
+    first, second = torch.triu_indices(experts, experts, offset=1)
+    for layer, values in similarity.items():
+        gates = [before_merge[expert_name(layer, e, "gate_proj")].flatten().double() for e in range(experts)]
+        pairs = torch.nn.functional.cosine_similarity(torch.stack(gates)[first], torch.stack(gates)[second])
+        assert values == pytest.approx((pairs.mean().item(), pairs.max().item()), rel=1e-12)
 
 
 def test_when_a_merge_is_due_and_how_strong_it_is():

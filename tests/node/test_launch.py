@@ -89,6 +89,7 @@ def test_free_ports_differ():
         ({"num_nodes": 2}, 2, "h:1", r"--node 2: the recipe has nodes 0\.\.1"),
         ({"num_nodes": 2}, 0, None, "spes.num_nodes is 2: give --hub"),
         ({"merge_steps": 10}, 0, None, "merged by the hub: give --hub"),
+        ({"outer": {"shared": {"lr": 0.7}}}, 0, None, "the outer optimizer runs on the hub: give --hub"),
     ],
 )
 def test_a_node_that_cannot_be_is_refused(spes, node, hub, message):

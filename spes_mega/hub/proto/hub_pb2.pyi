@@ -159,7 +159,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[int] = ..., state: _Optional[str] = ..., last_pushed_round: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., absent: _Optional[bool] = ..., experts: _Optional[_Iterable[int]] = ..., update_norm: _Optional[float] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha", "absent")
+    __slots__ = ("round", "step", "nodes", "seconds", "bytes_up", "bytes_down", "tokens", "merge_alpha", "absent", "similarity")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class RoundStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MERGE_ALPHA_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     nodes: _containers.RepeatedScalarFieldContainer[int]
@@ -178,7 +179,8 @@ class RoundStatus(_message.Message):
     tokens: int
     merge_alpha: float
     absent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., tokens: _Optional[int] = ..., merge_alpha: _Optional[float] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
+    similarity: float
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., tokens: _Optional[int] = ..., merge_alpha: _Optional[float] = ..., absent: _Optional[_Iterable[int]] = ..., similarity: _Optional[float] = ...) -> None: ...
 
 class RejectionStatus(_message.Message):
     __slots__ = ("node", "round", "reason")

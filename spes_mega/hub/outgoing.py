@@ -1,0 +1,78 @@
+"""What a node is sent of a state, and where each of its bytes comes from."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spes_mega.hub.forms import Form, data_bytes, payload_header, row_slices
+from spes_mega.hub.frames import Piece
+from spes_mega.hub.published import Published
+from spes_mega.hub.terms import Terms
+from spes_mega.layout.safetensors_format import byte_count
+from spes_mega.layout.tensor_bytes import bytes_of
+from spes_mega.outer.codecs import FP32
+
+
+class Part(Enum):
+    """How a tensor is sent."""
+
+    PUBLISHED = "values that all nodes hold"
+    EXACT = "exact values, for the node that alone trains the tensor"
+    DELTA = "the change since the last round, in its codec"
+
+
+def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Part]:
+    """Everything, for a node that has nothing to go on from."""
+    return {name: Part.EXACT if name in private else Part.PUBLISHED for name in names}
+
+
+def partial_parts(
+    changed: Collection[str], private: Collection[str], private_is_there: bool, terms: Terms
+) -> dict[str, Part]:
+    """What a node lacks that holds the state before; `private_is_there`: also not what it alone trains."""
+    parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
+    for name in private:
+        parts.pop(name, None)
+    return parts if private_is_there else parts | dict.fromkeys(sorted(private), Part.EXACT)
+
+
+class Outgoing:
+    """One payload for a node, made from the files of a state while it is read."""
+
+    def __init__(self, state: Published, parts: Mapping[str, Part], terms: Terms) -> None:
+        self._state = state
+        self._parts = {name: parts[name] for name in state.names if name in parts}
+        forms = {
+            name: Form(state.shape(name), terms.down(name) if part is Part.DELTA else FP32)
+            for name, part in self._parts.items()
+        }
+        self.header = payload_header(forms)
+        self.total_bytes = len(self.header) + data_bytes(forms)
+
+    def pieces(self, at_once: int) -> Iterator[Piece]:
+        """All bytes in order, in pieces of at most `at_once` bytes (or one row)."""
+        yield Piece(len(self.header), lambda: self.header)
+        for name, part in self._parts.items():
+            if part is Part.DELTA:
+                yield from self._delta(name, at_once)
+                continue
+            read = self._state.exact if part is Part.EXACT else self._state.rows
+            shape = self._state.shape(name)
+            for start, stop in row_slices(shape, budget=at_once):
+                size = byte_count(torch.float32, (stop - start, *shape[1:]))
+                yield Piece(size, partial(_bytes, read, name, start, stop))
+
+    def _delta(self, name: str, at_once: int) -> Iterator[Piece]:
+        delta = self._state.delta
+        assert delta is not None, "a state that is published with loss has its delta beside it"
+        for begin, length in delta.raw(name):
+            for done in range(0, length, at_once):
+                count = min(at_once, length - done)
+                yield Piece(count, partial(delta.read_bytes, begin + done, count))
+
+
+def _bytes(read: Callable[[str, int, int], Tensor], name: str, start: int, stop: int) -> memoryview:
+    return bytes_of(read(name, start, stop))

@@ -1,0 +1,142 @@
+"""A committed state as the hub reads and writes it: the weights that all nodes hold, and what lies beside them.
+
+    model.safetensors       P: the published weights, fp32
+    residual.safetensors    R: what publishing them in a lossy codec lost so far; P + R is the exact state
+    velocity.safetensors    momentum of the outer optimizer
+    delta.safetensors       the payload that took the last round's P to this one
+
+The last three are there only where the recipe asks for a lossy codec down, or for momentum.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from spes_mega.errors import StoreError
+from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.forms import Shape, forms_of, in_fp32
+from spes_mega.hub.payload import PayloadWriter, StoredPayload
+from spes_mega.hub.terms import Terms
+from spes_mega.layout.reader import Checkpoint, open_checkpoint
+from spes_mega.layout.writer import CheckpointWriter
+
+RESIDUAL, VELOCITY, DELTA = "residual.safetensors", "velocity.safetensors", "delta.safetensors"
+BESIDE = (RESIDUAL, VELOCITY, DELTA)
+"""Files that belong to the hub's own working, and not to the model."""
+
+
+class Published:
+    """A committed state, open for reading. Close it when done."""
+
+    def __init__(self, directory: Path, round_: int, terms: Terms) -> None:
+        """Raises CheckpointError or StoreError: a file is missing or damaged."""
+        self._stack = ExitStack()
+        try:
+            self.weights: Checkpoint = self._stack.enter_context(open_checkpoint(directory))
+            names = self.weights.names if round_ else ()  # the initial state has lost nothing, and came from no other
+            self._lossy = [name for name in names if not terms.down(name).lossless]
+            self._moving = [name for name in names if terms.optimizer(name).momentum]
+            self._residual = self._open(directory / RESIDUAL, self._lossy)
+            self._velocity = self._open(directory / VELOCITY, self._moving)
+            self.delta = self._open(directory / DELTA, self._lossy)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, names: Iterable[str]) -> StoredPayload | None:
+        if not names:
+            return None
+        try:
+            payload = StoredPayload.open(path, str(path))
+        except (OSError, PayloadError) as e:
+            raise StoreError(f"{path}: missing or damaged: {e}; restore the state directory from a copy") from e
+        self._stack.callback(payload.close)
+        return payload
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.weights.names
+
+    def shape(self, name: str) -> Shape:
+        return self.weights.shape(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of P, fp32."""
+        return self.weights.read_rows(name, start, stop)
+
+    def residual(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of R, fp32; zeros in the initial state, and of what is published without loss."""
+        return self._beside(self._residual, name, start, stop)
+
+    def velocity(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of the momentum, fp32; zeros in the initial state."""
+        return self._beside(self._velocity, name, start, stop)
+
+    def exact(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of P + R, fp32."""
+        rows = self.rows(name, start, stop)
+        if self._residual is not None and name in self._residual.forms:
+            rows.add_(self.residual(name, start, stop))
+        return rows
+
+    def _beside(self, payload: StoredPayload | None, name: str, start: int, stop: int) -> Tensor:
+        if payload is None or name not in payload.forms:
+            return torch.zeros(stop - start, *self.shape(name)[1:])
+        return payload.read_rows(name, start, stop)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class Publisher:
+    """Writes the state that follows on another one, by rows."""
+
+    def __init__(self, weights: CheckpointWriter, terms: Terms, changed: Iterable[str], stack: ExitStack) -> None:
+        """`changed` are the names that will be published anew; `stack` closes the files."""
+        self._weights = weights
+        self._stack = stack
+        shapes = {name: weights.shape(name) for name in weights.names}
+        lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
+        moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
+        changes = {name: lossy[name] for name in changed if name in lossy}
+        self._delta = PayloadWriter(self._file(DELTA), forms_of(changes, terms.down)) if lossy else None
+        self._residual = PayloadWriter(self._file(RESIDUAL), in_fp32(lossy)) if lossy else None
+        self._velocity = PayloadWriter(self._file(VELOCITY), in_fp32(moving)) if moving else None
+
+    def _file(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, self._stack.enter_context(self._weights.path_beside(name).open("xb")))
+
+    def values(self, name: str, start: int, rows: Tensor) -> None:
+        """New rows of P, as they are."""
+        self._weights.write_rows(name, start, rows)
+
+    def change(self, name: str, start: int, before: Tensor, change: Tensor) -> None:
+        """Move rows of P from `before` by what the codec makes of `change`; the rest is R. Both are overwritten."""
+        assert self._delta is not None, "the tensor is lossy"
+        assert self._residual is not None, "the tensor is lossy"
+        after = self._delta.write_rows(name, start, change).add_(before)
+        self._weights.write_rows(name, start, after)
+        # Not change - decoded: what rounding the sum lost is carried on too.
+        self._residual.write_rows(name, start, change.add_(before.sub_(after)))
+
+    def unchanged(self, name: str, start: int, rows: Tensor, residual: Tensor) -> None:
+        """Rows of P and R of a lossy tensor, as they were."""
+        assert self._residual is not None, "the tensor is lossy"
+        self._weights.write_rows(name, start, rows)
+        self._residual.write_rows(name, start, residual)
+
+    def velocity(self, name: str, start: int, rows: Tensor) -> None:
+        """New rows of the momentum."""
+        assert self._velocity is not None, "the tensor has momentum"
+        self._velocity.write_rows(name, start, rows)
+
+
+@contextmanager
+def publishing(weights: CheckpointWriter, terms: Terms, changed: Iterable[str]) -> Iterator[Publisher]:
+    """A Publisher whose files are closed in the end; the CheckpointWriter makes them durable and commits them."""
+    with ExitStack() as stack:
+        yield Publisher(weights, terms, changed, stack)

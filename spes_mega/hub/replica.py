@@ -1,0 +1,174 @@
+"""What a node remembers where weights travel with loss: the weights as they are published, and what its pushes lost.
+
+Everything lies in unlinked spool files and is read and written by rows, so that memory does not grow with the model.
+"""
+
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.forms import Shape, Shapes, forms_of, in_fp32, row_slices
+from spes_mega.hub.payload import PayloadWriter, StoredPayload, in_turn
+from spes_mega.hub.terms import Terms
+
+
+class _Versions:
+    """fp32 tensors of which new rows are staged beside the current ones, and take their place by `commit`."""
+
+    def __init__(self, shapes: Shapes, directory: Path | None, stack: ExitStack) -> None:
+        forms = in_fp32(shapes)
+        self._writers, self._readers = [], []
+        for _ in range(2):
+            spool = tempfile.TemporaryFile(dir=directory, prefix="spes-mega-")  # noqa: SIM115
+            file = cast(BinaryIO, stack.enter_context(spool))
+            self._writers.append(PayloadWriter(file, forms))
+            self._readers.append(StoredPayload(file, "spool file"))
+        self._current: dict[str, int] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Tensors that have been written and committed."""
+        return self._current.keys()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._readers[self._current[name]].read_rows(name, start, stop)
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        """New rows in the place of the current ones."""
+        self._writers[self._current.setdefault(name, 0)].write_rows(name, start, rows)
+
+    def stage(self, name: str, start: int, rows: Tensor) -> None:
+        self._writers[1 - self._current.get(name, 1)].write_rows(name, start, rows)
+
+    def commit(self, names: Iterable[str]) -> None:
+        """What has been staged of these tensors, all rows of them, becomes current."""
+        for name in names:
+            self._current[name] = 1 - self._current.get(name, 1)
+
+
+class Replica:
+    """A node's counterpart of the hub's published state."""
+
+    def __init__(self, shapes: Shapes, terms: Terms, directory: Path | None) -> None:
+        """`directory` needs room for two copies of the weights in fp32, and one or two of what the node trains."""
+        self.round: int | None = None
+        """Whose published weights these are; None before the first pull."""
+        self.pushed_round: int | None = None
+        """The last round that took a push of this node."""
+        self.shapes: dict[str, Shape] = dict(shapes)
+        self._terms = terms
+        self._stack = ExitStack()
+        self._weights = _Versions(shapes, directory, self._stack)
+        """As published; of what the node alone trains, as the node began the round."""
+        self._residual = _Versions(shapes, directory, self._stack)
+        self._staged: tuple[list[str], set[str]] = ([], set())
+        self._pushed: list[str] = []
+        self._kept: set[str] = set()
+
+    def encode(
+        self,
+        file: BinaryIO,
+        shapes: Shapes,
+        tensors: Iterable[tuple[str, Tensor]],
+        metadata: Mapping[str, str],
+        alone: Collection[str],
+    ) -> int:
+        """Write a push to `file`; returns its bytes. What it loses counts only after `accepted`.
+
+        `alone` are names that this node alone trains; where the hub takes them as they are, it goes on from its values.
+        """
+        if self.round is None:
+            raise ValueError("a node pulls before it pushes: changes are against what is published")
+        private = set(alone) if self._terms.averages_experts else set()
+        writer = PayloadWriter(file, forms_of(shapes, self._terms.up), metadata)
+        for name, tensor in in_turn(shapes, tensors):
+            for start, stop in row_slices(tuple(tensor.shape)):
+                rows = tensor[start:stop].detach().to(device="cpu", dtype=torch.float32)
+                if name in private:
+                    self._weights.stage(name, start, rows)
+                if self._terms.up(name).lossless:
+                    writer.write_rows(name, start, rows)
+                else:
+                    change = self._change(name, start, stop, rows)
+                    self._residual.stage(name, start, change.sub_(writer.write_rows(name, start, change)))
+        self._staged = list(shapes), private
+        return writer.size
+
+    def _change(self, name: str, start: int, stop: int, rows: Tensor) -> Tensor:
+        change = rows - self._weights.rows(name, start, stop)
+        return change.add_(self._residual.rows(name, start, stop)) if name in self._residual.names else change
+
+    def accepted(self, round_: int) -> None:
+        """The hub has taken the push that was encoded last."""
+        (self._pushed, self._kept), self._staged = self._staged, ([], set())
+        self._residual.commit(name for name in self._pushed if not self._terms.up(name).lossless)
+        self._weights.commit(self._kept)
+        self.pushed_round = round_
+
+    def apply(self, payload: StoredPayload, round_: int, full: bool) -> None:
+        """Follow the hub to the state of `round_`.
+
+        Raises:
+            PayloadError: the payload is not one that leads there from what this node holds.
+        """
+        self._check(payload, round_, full)
+        for name, (shape, codec) in payload.forms.items():
+            for start, stop in row_slices(shape):
+                rows = payload.read_rows(name, start, stop)
+                if not codec.lossless:
+                    rows.add_(self._weights.rows(name, start, stop))
+                self._weights.write(name, start, rows)
+        self.round = round_
+
+    def _check(self, payload: StoredPayload, round_: int, full: bool) -> None:
+        for name, (shape, codec) in payload.forms.items():
+            if shape != self.shapes.get(name):
+                raise PayloadError(f"state of round {round_}: {name} of shape {shape} was not expected")
+            if not codec.lossless and (full or name in self._kept or codec is not self._terms.down(name)):
+                raise PayloadError(f"state of round {round_}: {name} came in {codec.name}, which was not expected")
+        if full and (missing := [name for name in self.shapes if name not in payload.forms]):
+            raise PayloadError(f"state of round {round_}: {missing[0]} is missing")
+        if full:
+            return
+        if self.round != round_ - 1:
+            raise PayloadError(f"the hub sent the change to round {round_} to a node that holds round {self.round}")
+        left_out = (name for name in self._pushed if name not in payload.forms and name not in self._kept)
+        if self.pushed_round == self.round and (missing_name := next(left_out, None)):
+            raise PayloadError(f"state of round {round_}: {missing_name} is missing, which others train too")
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as the node begins the round with it, fp32."""
+        return self._weights.rows(name, 0, self.shapes[name][0])
+
+    def save_residual(self, path: Path) -> None:
+        """Write what accepted pushes lost so far to a safetensors file."""
+        shapes = {name: self.shapes[name] for name in self.shapes if name in self._residual.names}
+        with path.open("w+b") as file:
+            writer = PayloadWriter(file, in_fp32(shapes))
+            for name, shape in shapes.items():
+                for start, stop in row_slices(shape):
+                    writer.write_rows(name, start, self._residual.rows(name, start, stop))
+
+    def restore_residual(self, path: Path) -> None:
+        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged."""
+        payload = StoredPayload.open(path, str(path))
+        try:
+            for name, (shape, codec) in payload.forms.items():
+                if shape != self.shapes.get(name) or not codec.lossless or self._terms.up(name).lossless:
+                    raise PayloadError(f"{path}: {name} of shape {shape} in {codec.name} was not expected")
+            payload.check_finite()
+            for name, shape in payload.shapes.items():
+                for start, stop in row_slices(shape):
+                    self._residual.write(name, start, payload.read_rows(name, start, stop))
+        finally:
+            payload.close()
+
+    def close(self) -> None:
+        """Free the spool files."""
+        self._stack.close()

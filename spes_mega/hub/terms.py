@@ -1,0 +1,52 @@
+"""What a recipe says of each tensor: the codecs that it travels in, and the outer optimizer that moves it."""
+
+from collections.abc import Collection, Iterable
+
+from spes_mega.layout.names import expert_of
+from spes_mega.outer.codecs import Codec, codec_named
+from spes_mega.outer.ownership import Ownership, private_names
+from spes_mega.recipe import OuterOptimizer, SpesSection
+
+
+class Terms:
+    """The terms of a run, by tensor name; the same on the hub and on all nodes."""
+
+    def __init__(self, spes: SpesSection) -> None:
+        wire, outer = spes.wire, spes.outer
+        self.lossless = wire.lossless
+        """Only values travel, so that nobody has to remember what was published, or lost."""
+        self._shared = (codec_named(wire.up.shared), codec_named(wire.down.shared), outer.shared)
+        self._experts = (codec_named(wire.up.experts), codec_named(wire.down.experts), outer.experts)
+
+        self.averages_experts = outer.experts.averages
+
+    def _of(self, name: str) -> tuple[Codec, Codec, OuterOptimizer]:
+        return self._shared if expert_of(name) is None else self._experts
+
+    def up(self, name: str) -> Codec:
+        return self._of(name)[0]
+
+    def down(self, name: str) -> Codec:
+        return self._of(name)[1]
+
+    def optimizer(self, name: str) -> OuterOptimizer:
+        return self._of(name)[2]
+
+    def private(self, names: Iterable[str], ownership: Ownership, node: int) -> set[str]:
+        """Tensors of which a node's own values are the state: it alone trains them, and the hub takes them as they are.
+
+        The node begins each round with its own values, and the hub keeps published weights and residual that add up to
+        them; all other tensors everyone begins with as they are published.
+        """
+        return set(private_names(names, ownership, node, expert_of)) if self.averages_experts else set()
+
+
+def contributors(name: str, ownership: Ownership, pushed: Collection[int]) -> list[int]:
+    """Of the nodes that pushed, those whose values go into a tensor, in ascending order."""
+    key = expert_of(name)
+    return [node for node in sorted(pushed) if key is None or key.expert in ownership.owned(node)]
+
+
+def changed_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], merged: bool) -> list[str]:
+    """Tensors that a round changes: those that somebody contributes to, and with a merge all experts."""
+    return [name for name in names if contributors(name, ownership, pushed) or (merged and expert_of(name) is not None)]
