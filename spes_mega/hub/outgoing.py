@@ -1,6 +1,6 @@
 """What a node is sent of a state, and where each of its bytes comes from."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
 
@@ -30,13 +30,20 @@ def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Pa
 
 
 def partial_parts(
-    changed: Collection[str], private: Collection[str], private_is_there: bool, terms: Terms
+    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], terms: Terms
 ) -> dict[str, Part]:
-    """What a node lacks that holds the state before; `private_is_there`: also not what it alone trains."""
+    """What a node lacks that holds the state before.
+
+    `before` is what it alone trained for this state, `private` what it alone trains from it on, and `held` that of
+    which its own values are those that the hub has.
+    """
     parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
-    for name in private:
-        parts.pop(name, None)
-    return parts if private_is_there else parts | dict.fromkeys(sorted(private), Part.EXACT)
+    for name in before | private:
+        if name in before and name in private and name in held:
+            parts.pop(name, None)
+        else:
+            parts[name] = Part.EXACT if name in private else Part.PUBLISHED
+    return parts
 
 
 class Outgoing:

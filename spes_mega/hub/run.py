@@ -225,13 +225,17 @@ class Run:
         Only where weights travel with loss does a node know the last state for sure, and not just its own training.
         """
         trained, counted = self._trained(record), node in record.nodes
-        private = self._terms.private(self.shapes, self._ownership(record), node)
-        same = trained.owned(node) == self._ownership(record).owned(node)
-        same = same and private == self._terms.private(self.shapes, trained, node)
-        if have_round != record.round - 1 or not same or (self._terms.lossless and not counted):
+        ownership, lossless = self._ownership(record), self._terms.lossless
+        private = self._terms.private(self.shapes, ownership, node)
+        # With other experts than before it rebuilds its model, and needs all of it.
+        rebuilds = trained.owned(node) != ownership.owned(node)
+        if have_round != record.round - 1 or rebuilds or (lossless and not counted):
             return full_parts(self.shapes, private), True
         changed = changed_names(self.shapes, trained, record.nodes, record.merged)
-        return partial_parts(changed, private, counted and not record.merged, self._terms), False
+        before = self._terms.private(self.shapes, trained, node)
+        held = before if counted and not record.merged else set()
+        # Without loss, what a node holds is exact, whoever else trains it from now on.
+        return partial_parts(changed, before, before if lossless else private, held, self._terms), False
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
