@@ -697,5 +697,6 @@ def test_events_are_lines_of_text_or_of_json(capsys):
     )
     assert json.loads(line) == {
         "event": "round", "round": 3, "step": 30, "nodes": [0, 2], "seconds": 4.26, "bytes_up": 2_500_000,
-        "bytes_down": 1_000_000, "tokens": 7, "merge_alpha": 0.25, "absent": [], "similarity": None, "aggregation_seconds": 0.5,
+        "bytes_down": 1_000_000, "tokens": 7, "merge_alpha": 0.25, "absent": [],
+        "similarity": None, "aggregation_seconds": 0.5,
     }  # fmt: skip
