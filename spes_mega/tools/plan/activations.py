@@ -16,8 +16,8 @@ from spes_mega.layout.families import FAMILIES
 from spes_mega.recipe import ModelSection, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}
-LOSS_BYTES_PER_LOGIT = 20
-"""Five fp32 tensors [B, S, V] are in use at once in the loss's backward pass: logits, and parts of their gradient."""
+LOSS_PART = 1 << 22
+"""Logits that the loss works on at a time, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,12 @@ def activation_bytes(recipe: Recipe, owned: int, *, fused: bool) -> Activations:
         kept += {"none": whole, "selective": whole - inside, "full": inputs}[train.recompute]
         top = max(top, whole if train.recompute == "none" else 2 * whole)
     kept += norm_bytes(model.hidden_size, size, fused=fused)
-    return Activations(round(kept * tokens), LOSS_BYTES_PER_LOGIT * model.vocab_size * tokens, round(top * tokens))
+    return Activations(round(kept * tokens), loss_bytes(model.vocab_size * tokens, size), round(top * tokens))
+
+
+def loss_bytes(logits: int, size: int) -> int:
+    """All logits and their gradient, and a part of them in fp32 (beside bf16 twice)."""
+    return 2 * size * logits + (8 if size == 2 else 4) * min(logits, LOSS_PART)
 
 
 def norm_bytes(width: int, size: int, *, fused: bool) -> float:

@@ -6,7 +6,7 @@ T parameters are trained, F are frozen, R ranks share them; w is the bytes of tr
     optimizer    fp32 masters and two moments of Adam: 12 T / R
     gradients    stage 1: w T                 stage 2, 3: w T / R
                  and where sums over micro-batches are in fp32: 4 T (stage 1, on every rank), 4 T / R (2, 3)
-    update       a flat copy of the rank's gradients, in fp32 beside one in w where that is bf16
+    update       a flat copy of a piece of the rank's gradients, in fp32 beside one in w where that is bf16
     buckets      reduce_bucket_size elements of w, in which gradients wait for each other; stage 3 keeps them always,
                  and copies them to reduce them
 
@@ -22,13 +22,13 @@ from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.activations import BYTES, Activations, activation_bytes, largest_tensor
 
 Device = Literal["cuda", "cpu"]
-REDUCE_BUCKET = 50_000_000
+PIECE = 32 << 20
+"""Elements of DeepSpeed's buckets, sub-groups and parameter groups, as the engine of a node sets them."""
 FP32_BUCKET = 500_000_000
 """Elements that DeepSpeed's optimizer for bf16 weights with fp32 sums reduces at once (not configurable)."""
 PREFETCH_BUCKET = 50_000_000
 MAX_LIVE = 1_000_000_000
-SUB_GROUP = 1_000_000_000
-RUNTIME = {"cuda": 1 << 30, "cpu": 330_000_000}
+RUNTIME = {"cuda": 1 << 30, "cpu": 385_000_000}
 """What a process holds before there is a model. CUDA: the context, the libraries' workspaces, NCCL. CPU: Python, torch,
 Megatron-Core and DeepSpeed (measured: VmHWM of a node with a model of next to no parameters)."""
 
@@ -174,14 +174,15 @@ class _States:
             return 0
         if self.bf16_optimizer:
             return (4 + self.size) * min(self.trained, FP32_BUCKET)
-        count = min(self.share, SUB_GROUP) if self.stage == 3 else self.share
+        # one parameter group after the other, cut between parameters
+        count = min(self.share, -(-max(PIECE, largest_tensor(self.recipe.model)) // self.ranks))
         return count * (4 if self.size == 4 else 4 + self.size)
 
     @property
     def buckets(self) -> int:
         if self.bf16_optimizer:
             return 0
-        return self.size * int(self.zero.get("reduce_bucket_size", REDUCE_BUCKET))
+        return self.size * int(self.zero.get("reduce_bucket_size", PIECE))
 
     @property
     def host(self) -> int:
