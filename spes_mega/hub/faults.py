@@ -44,6 +44,7 @@ _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
 }
 # All calls may be repeated, so that a line that fell silent in the middle of one is as good as one that broke.
 TRANSIENT = {
+    grpc.StatusCode.CANCELLED,  # a hub that stops ends what is under way so
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
