@@ -22,6 +22,10 @@ class CheckpointError(SpesError):
     exit_code = 4
 
 
+class NoSpaceError(CheckpointError):
+    """There is no room for a checkpoint on its disk."""
+
+
 class DataError(SpesError):
     """Text, a tokenizer or an indexed dataset cannot be used."""
 
@@ -44,6 +48,10 @@ class StoreError(SpesError):
     """The hub's state directory is damaged, full, or belongs to another run."""
 
     exit_code = 8
+
+
+class StoreFullError(StoreError):
+    """There is no room on the disk of the hub's state directory."""
 
 
 class VerificationError(SpesError):

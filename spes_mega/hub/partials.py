@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError
-from spes_mega.hub.frames import Arrival
+from spes_mega.hub.frames import PREFIX_BYTES, Arrival
+from spes_mega.layout.checksums import checksum_of_bytes
 from spes_mega.layout.write_behind import WriteBehind
 
 MAX_UPLOADS = 2
@@ -30,6 +33,8 @@ class Upload:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._write_behind = WriteBehind(drop=False)
         self._started = 0
+        self._checksum = xxhash.xxh3_64()
+        self._summed = 0
         self._end_other: Callable[[], None] | None = None
         self._attempt = 0
         try:
@@ -70,13 +75,28 @@ class Upload:
         with self.lock:
             self.check_attempt(attempt)
             count = self.arrival.take(frame)
+            self._sum(frame, count)
             if self.arrival.received - self._started >= _WRITTEN_AT_ONCE:
                 self._write_behind.wrote(self._fd, self._started, self.arrival.received - self._started)
                 self._started = self.arrival.received
             return count
 
-    def finish(self, attempt: int, commit: Callable[[Path], bool]) -> bool:
+    def _sum(self, frame: bytes, count: int) -> None:
+        if self.arrival.received - count == self._summed:
+            self._checksum.update(memoryview(frame)[PREFIX_BYTES:])
+            self._summed += count
+        else:  # the attempt began before the end of an older one
+            self._summed = -1
+
+    def _digest(self) -> str:
+        if self._summed == self.arrival.total:
+            return self._checksum.hexdigest()
+        return checksum_of_bytes(self._fd, 0, self.arrival.total, "push").hexdigest()
+
+    def finish(self, attempt: int, commit: Callable[[Path, str], bool]) -> bool:
         """Make all bytes durable and `commit` them; returns what that does, True if an older attempt has done it.
+
+        `commit` is given the file and the xxh3-64 of its bytes.
 
         Raises PayloadError if bytes are missing, BrokenTransferError if overtaken.
         """
@@ -86,7 +106,7 @@ class Upload:
             self.check_attempt(attempt)
             self.arrival.finish()
             os.fsync(self._fd)
-            repeated = commit(self.path)
+            repeated = commit(self.path, self._digest())
             self.done = True
             self.remove()
             return repeated

@@ -24,6 +24,7 @@ from spes_mega.hub.forms import (
     scale_name,
     wire_specs,
 )
+from spes_mega.layout.checksums import TensorChecksums, checksum_of_bytes
 from spes_mega.layout.safetensors_format import (
     LENGTH_BYTES,
     Header,
@@ -32,17 +33,24 @@ from spes_mega.layout.safetensors_format import (
     header_length,
     parse_header,
 )
-from spes_mega.layout.tensor_bytes import read_tensor, write_tensor
+from spes_mega.layout.tensor_bytes import bytes_of, read_tensor, write_tensor
 from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS
 
 
 class PayloadWriter:
     """Fills a payload in a file from its start; rows may come in any order."""
 
-    def __init__(self, file: BinaryIO, forms: Forms, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        forms: Forms,
+        metadata: Mapping[str, str] | None = None,
+        checksums: TensorChecksums | None = None,
+    ) -> None:
         """Writes the header, and makes the file as long as it will be; what is not written reads as zeros."""
         self._fd = file.fileno()
         self._forms = forms
+        self._checksums = checksums
         header = payload_header(forms, metadata)
         self._header = parse_header(header[LENGTH_BYTES:], "payload")
         self.size = self._header.file_bytes
@@ -64,7 +72,10 @@ class PayloadWriter:
 
     def _put(self, name: str, start: int, rows: Tensor) -> None:
         spec = self._header.tensors[name]
-        write_tensor(self._fd, self._header.data_start + _row_offset(spec, start), rows, name)
+        offset = _row_offset(spec, start)
+        write_tensor(self._fd, self._header.data_start + offset, rows, name)
+        if self._checksums is not None:
+            self._checksums.wrote(name, offset - spec.start, bytes_of(rows))
 
 
 def _row_offset(spec: TensorSpec, start: int) -> int:
@@ -192,6 +203,12 @@ class StoredPayload:
                 raise PayloadError(f"{self._source}: {name} has shape {spec.shape}, expected {shape}")
             if spec.dtype != dtype:
                 raise PayloadError(f"{self._source}: {name} is {spec.dtype}, expected {dtype}")
+
+    def check_sum(self, checksum: str) -> None:
+        """Raises PayloadError unless this is the xxh3-64 of all bytes."""
+        found = checksum_of_bytes(self._file.fileno(), 0, self.size, self._source).hexdigest()
+        if found != checksum:
+            raise PayloadError(f"{self._source}: its checksum is {found}, and was {checksum}")
 
     def check_finite(self) -> None:
         """Raises PayloadError naming the first tensor that would decode to a NaN or an infinity, or has a bad scale."""

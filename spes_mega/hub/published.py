@@ -18,9 +18,10 @@ from torch import Tensor
 
 from spes_mega.errors import StoreError
 from spes_mega.hub.faults import PayloadError
-from spes_mega.hub.forms import Shape, forms_of, in_fp32
+from spes_mega.hub.forms import Forms, Shape, forms_of, in_fp32
 from spes_mega.hub.payload import PayloadWriter, StoredPayload
 from spes_mega.hub.terms import Terms
+from spes_mega.layout.checksums import TensorChecksums
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
 from spes_mega.layout.writer import CheckpointWriter
 
@@ -99,16 +100,25 @@ class Publisher:
         """`changed` are the names that will be published anew; `stack` closes the files."""
         self._weights = weights
         self._stack = stack
+        self._files: dict[str, tuple[BinaryIO, TensorChecksums]] = {}
         shapes = {name: weights.shape(name) for name in weights.names}
         lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
         moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
         changes = {name: lossy[name] for name in changed if name in lossy}
-        self._delta = PayloadWriter(self._file(DELTA), forms_of(changes, terms.down)) if lossy else None
-        self._residual = PayloadWriter(self._file(RESIDUAL), in_fp32(lossy)) if lossy else None
-        self._velocity = PayloadWriter(self._file(VELOCITY), in_fp32(moving)) if moving else None
+        self._delta = self._payload(DELTA, forms_of(changes, terms.down)) if lossy else None
+        self._residual = self._payload(RESIDUAL, in_fp32(lossy)) if lossy else None
+        self._velocity = self._payload(VELOCITY, in_fp32(moving)) if moving else None
 
-    def _file(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, self._stack.enter_context(self._weights.path_beside(name).open("xb")))
+    def _payload(self, name: str, forms: Forms) -> PayloadWriter:
+        file = cast(BinaryIO, self._stack.enter_context(self._weights.path_beside(name).open("x+b")))
+        checksums = TensorChecksums()
+        self._files[name] = file, checksums
+        return PayloadWriter(file, forms, checksums=checksums)
+
+    def add_checksums(self) -> None:
+        """All has been written."""
+        for name, (file, checksums) in self._files.items():
+            self._weights.add_checksum(name, checksums.of_file(file.fileno(), name))
 
     def values(self, name: str, start: int, rows: Tensor) -> None:
         """New rows of P, as they are."""
@@ -139,4 +149,6 @@ class Publisher:
 def publishing(weights: CheckpointWriter, terms: Terms, changed: Iterable[str]) -> Iterator[Publisher]:
     """A Publisher whose files are closed in the end; the CheckpointWriter makes them durable and commits them."""
     with ExitStack() as stack:
-        yield Publisher(weights, terms, changed, stack)
+        publisher = Publisher(weights, terms, changed, stack)
+        yield publisher
+        publisher.add_checksums()

@@ -88,7 +88,7 @@ class Run:
             source = str(init) if init else f"weights drawn with seed {self.recipe.train.seed}"
             self._console.say("initial", f"round 0 is {source}", source=source)
             return 0
-        self._store.open_state(newest).close()  # a state that is damaged is better found before nodes train for it
+        self._store.check_state(newest)  # what is damaged is better found before nodes train for it
         ignored = f"; --init {init} is ignored" if init else ""
         text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
         self._console.say("resumed", text, round=newest)

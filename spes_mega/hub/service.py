@@ -1,6 +1,7 @@
 """The RPCs: who calls is checked here, and errors become answers; the work is done by `Run`."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -11,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from spes_mega.errors import HubRefusedError, SpesError
 from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, answer_with
+from spes_mega.hub.frames import PREFIX_BYTES
 from spes_mega.hub.guard import ANYONE, Guard
 from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, MAX_WAITS, Slots
 from spes_mega.hub.messages import parsed
@@ -21,6 +23,7 @@ from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
 
 MAX_WAIT_S = 60.0
+CUT_S = 0.5
 _SESSION = re.compile(r"[\x21-\x7e]{1,64}")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -78,7 +81,8 @@ class HubService(HubServicer):
     def _push(self, opening: pb.PushOpening, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
         with self._listing(opening):
             node = self._check(opening.caller, context)
-            return pb.PushReply(repeated=self._run.receive(node, opening, messages, context.cancel))
+            frames = _frames(messages, opening, context)
+            return pb.PushReply(repeated=self._run.receive(node, opening, frames, context.cancel))
 
     @contextmanager
     def _listing(self, push: pb.OfferRequest | pb.PushOpening) -> Iterator[None]:
@@ -172,6 +176,21 @@ class HubService(HubServicer):
         node = self._identify(caller, context)
         self._run.rounds.heard(node, caller.session)
         return node
+
+
+def _frames(messages: Iterator[bytes], opening: pb.PushOpening, context: grpc.ServicerContext) -> Iterator[bytes]:
+    """The frames of a push. Raises grpc.RpcError if the call was cut.
+
+    gRPC may show the end of the stream just before it shows that the call was cut: then the bytes that came have to
+    stay for the next attempt, which those of a node that says it has sent all do not.
+    """
+    missing = opening.total_bytes - opening.offset
+    for frame in messages:
+        missing -= len(frame) - PREFIX_BYTES
+        yield frame
+    over = threading.Event()
+    if missing > 0 and (not context.add_callback(over.set) or over.wait(CUT_S)):
+        raise grpc.RpcError
 
 
 def _opening(message: bytes) -> pb.PushOpening:

@@ -16,7 +16,7 @@ from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
 from spes_mega.hub.store import sync_directory
 
-_STAGED = re.compile(r"node-(\d{3,})\.safetensors")
+_STAGED = re.compile(r"node-(\d{3,})-([0-9a-f]{16})\.safetensors")
 MAX_TOKENS = 10**15
 Commit = Callable[[Callable[[], object]], None]
 
@@ -39,8 +39,9 @@ class Staging:
         self._lock = threading.Lock()
         self._checking = threading.Lock()  # one check at a time, so that memory does not grow with the nodes
 
-    def path(self, node: int) -> Path:
-        return self._directory / f"node-{node:03d}.safetensors"
+    def path(self, node: int) -> Path | None:
+        """The committed push of a node, with its checksum in its name, so that both appear at once."""
+        return next(self._directory.glob(f"node-{node:03d}-*.safetensors"), None)
 
     def offered(self, node: int, payload: str) -> tuple[int, bool]:
         """How many bytes of a payload are here, and whether it is committed."""
@@ -74,7 +75,7 @@ class Staging:
                 try:
                     for frame in frames:
                         progress(upload.take(attempt, frame))
-                    return upload.finish(attempt, lambda part: self._check_and_commit(part, node, commit))
+                    return upload.finish(attempt, lambda part, sum_: self._take(part, sum_, node, commit))
                 except (DamagedError, BrokenTransferError):
                     raise
                 except HubRefusedError:
@@ -102,29 +103,28 @@ class Staging:
             progress(0)  # the directory of a closed round is removed under a late push
             raise StoreError(f"the hub cannot store this push: {e.strerror or e}") from e
 
-    def _check_and_commit(self, part: Path, node: int, commit: Commit) -> bool:
-        with self._checking:
-            self._check(part, node, self._forms_of(node), self._check_update)
+    def _take(self, part: Path, checksum: str, node: int, commit: Commit) -> bool:
+        with self._checking, self._checked(part, node) as payload:
+            payload.check_finite()
+            self._check_update(node, payload)
         with self._lock:
-            return self._commit(part, node, commit)
+            return self._commit(part, checksum, node, commit)
 
-    def _check(
-        self, part: Path, node: int, forms: Forms, check_update: Callable[[int, StoredPayload], None] | None = None
-    ) -> None:
+    @contextmanager
+    def _checked(self, part: Path, node: int) -> Iterator[StoredPayload]:
+        forms = self._forms_of(node)
         payload = StoredPayload.open(part, f"push of node {node}", header_limit(forms))
         try:
             payload.check(forms)
             tokens_of(payload)
-            payload.check_finite()
-            if check_update is not None:
-                check_update(node, payload)
+            yield payload
         finally:
             payload.close()
 
-    def _commit(self, part: Path, node: int, commit: Commit) -> bool:
-        target = self.path(node)
-        if target.exists():
-            if filecmp.cmp(part, target, shallow=False):
+    def _commit(self, part: Path, checksum: str, node: int, commit: Commit) -> bool:
+        target = self._directory / f"node-{node:03d}-{checksum}.safetensors"
+        if earlier := self.path(node):
+            if earlier == target and filecmp.cmp(part, target, shallow=False):
                 return True
             raise HubRefusedError(f"node {node} has already pushed other values in this round; the first ones stay")
         commit(lambda: part.rename(target))
@@ -138,16 +138,20 @@ class Staging:
             if match := _STAGED.fullmatch(path.name):
                 node = int(match[1])
                 try:
-                    self._check(path, node, self._forms_of(node))
-                    sizes[node] = path.stat().st_size
+                    with self._checked(path, node) as payload:
+                        payload.check_sum(match[2])
+                        sizes[node] = payload.size
                 except PayloadError as e:
                     path.unlink()
                     reject(node, f"damaged on the hub's disk: {e}")
         return sizes
 
     def open(self, node: int) -> StoredPayload:
-        """The committed push of a node."""
-        return StoredPayload.open(self.path(node), f"push of node {node}")
+        """The committed push of a node, which is there."""
+        path = self.path(node)
+        if path is None:
+            raise StoreError(f"{self._directory}: the push of node {node} has gone")
+        return StoredPayload.open(path, f"push of node {node}")
 
 
 def tokens_of(payload: StoredPayload) -> int:

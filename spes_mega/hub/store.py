@@ -6,8 +6,9 @@
     members.json                 which nodes take part
     rounds/000007/               a committed state: a Hugging Face directory, and more (see published.py)
     rounds/000007/round.json     the ledger
+    rounds/000007/checksums.json of all files of the state
     metrics.jsonl                figures of all rounds
-    pushes/000007/node-001.safetensors   a committed push for the open round
+    pushes/000007/node-001-0123456789abcdef.safetensors   a committed push for the open round, and its checksum
     snapshots/round-000007/      kept for good
 
 What has its final name is complete and on the disk; everything else is removed when a hub opens the directory.
@@ -27,13 +28,14 @@ from typing import Any
 
 import torch
 
-from spes_mega.errors import StoreError
+from spes_mega.errors import CheckpointError, StoreError
 from spes_mega.hub import members as members_format
 from spes_mega.hub.drain import LOCK, REQUEST
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.hub.published import BESIDE, Published
 from spes_mega.hub.terms import Terms
+from spes_mega.layout.checksums import CHECKSUMS, check_files
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
 
@@ -91,6 +93,28 @@ class Store:
         """Raises CheckpointError or StoreError: a file is missing or damaged."""
         return Published(self.round_dir(round_), round_, self._terms)
 
+    def check_state(self, round_: int) -> None:
+        """Raises StoreError naming the first damaged file of a state, and what can be done."""
+        try:
+            check_files(self.round_dir(round_))
+            self.open_state(round_).close()
+        except CheckpointError as e:
+            raise StoreError(f"{e}. {self._advice(round_)}") from e
+
+    def _advice(self, round_: int) -> str:
+        restore = "Restore the state directory from a copy"
+        earlier = max((number for number in self._numbers("rounds") if number < round_), default=None)
+        try:
+            if earlier is None:
+                return f"{restore}; no earlier round is kept"
+            check_files(self.round_dir(earlier))
+        except CheckpointError as e:
+            return f"{restore}; round {earlier} is damaged too ({e})"
+        return (
+            f"{restore}, or remove {self.round_dir(round_)} and start again: round {earlier} is whole, the run goes "
+            "back to it, and nodes that are running have to be started again"
+        )
+
     def read_ledger(self, round_: int) -> Ledger:
         """Raises StoreError if round.json is damaged."""
         path = self.round_dir(round_) / "round.json"
@@ -141,6 +165,7 @@ class Store:
             base_config=base_config,
             copy_from=copy_from,
             metadata=metadata,
+            checksums=True,
         ) as writer:
             content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
             writer.write_text("round.json", json.dumps(content, indent=1))
@@ -166,7 +191,7 @@ class Store:
         partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
         for file in self.round_dir(record.round).iterdir():
-            if file.name not in ("round.json", *BESIDE):
+            if file.name not in ("round.json", CHECKSUMS, *BESIDE):
                 _link(file, partial / file.name)
         sync_directory(partial)
         partial.rename(target)

@@ -1,10 +1,11 @@
 """Tensors to and from bytes of open files, by pread and pwrite: no mapping, no copy of more than one tensor."""
 
+import errno
 import os
 
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, NoSpaceError
 
 # Linux moves at most 2 GiB - 4 KiB in one call.
 _MAX_CALL_BYTES = 1 << 30
@@ -32,11 +33,18 @@ def read_tensor(fd: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def write_tensor(fd: int, offset: int, tensor: torch.Tensor, target: str) -> None:
-    """Write a contiguous CPU tensor at a byte offset. Raises CheckpointError naming `target`, e.g. on a full disk."""
+    """Write a contiguous CPU tensor at a byte offset. Raises CheckpointError naming `target`; on a full disk, its
+    subclass NoSpaceError."""
     view = bytes_of(tensor)
     done = 0
     while done < len(view):
         try:
             done += os.pwrite(fd, view[done : done + _MAX_CALL_BYTES], offset + done)
         except OSError as e:
-            raise CheckpointError(f"{target}: cannot write: {e.strerror}") from e
+            raise write_error(target, e) from e
+
+
+def write_error(target: object, error: OSError) -> CheckpointError:
+    """What to raise when `target` cannot be written."""
+    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+    return kind(f"{target}: cannot write: {error.strerror}")

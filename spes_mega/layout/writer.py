@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, NoSpaceError
+from spes_mega.layout.checksums import CHECKSUMS, TensorChecksums, checksum_of
 from spes_mega.layout.config import make_config
 from spes_mega.layout.families import FAMILIES
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.safetensors_format import byte_count, pack_header
-from spes_mega.layout.tensor_bytes import write_tensor
+from spes_mega.layout.tensor_bytes import bytes_of, write_error, write_tensor
 from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.recipe import ModelSection
 
@@ -72,6 +73,7 @@ class CheckpointWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         fsync: bool = True,
         cached: bool = True,
+        checksums: bool = False,
     ) -> None:
         """
         Args:
@@ -84,6 +86,7 @@ class CheckpointWriter:
             fsync: make the result durable before it gets its name.
             cached: leave the result in the page cache, because it is read soon; else this is faster, and leaves the
                 cache to others.
+            checksums: add a file with the checksums of all others, for `check_files`.
 
         Raises:
             CheckpointError: `out` exists with something in it, or there is not enough space for it.
@@ -104,6 +107,8 @@ class CheckpointWriter:
         self._places: dict[str, _Place] = {}
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._shapes}
         self._lock = threading.Lock()
+        self._checksums = TensorChecksums() if checksums else None
+        self._checksums_beside: dict[str, str] = {}
         self._check_room()
 
     @property
@@ -136,7 +141,7 @@ class CheckpointWriter:
         except BaseException as e:
             self._discard()
             if isinstance(e, OSError):
-                raise CheckpointError(f"{self._out}: cannot write: {e.strerror}") from e
+                raise write_error(self._out, e) from e
             raise
         return self
 
@@ -145,7 +150,7 @@ class CheckpointWriter:
             if kind is None:
                 self._commit()
         except OSError as e:
-            raise CheckpointError(f"{self._out}: cannot write: {e.strerror}") from e
+            raise write_error(self._out, e) from e
         finally:
             self._discard()
 
@@ -170,6 +175,8 @@ class CheckpointWriter:
             if place.dtype == torch.float16 and part.dtype != torch.float16 and not _is_finite(stored):
                 raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
             write_tensor(place.fd, offset, stored, name)
+            if self._checksums is not None:
+                self._checksums.wrote(self._to_disk(name), offset - place.offset, bytes_of(stored))
             offset += stored.nbytes
         with self._lock:
             filled = self._filled[name] = _merged(self._filled[name], (start, stop))
@@ -183,6 +190,10 @@ class CheckpointWriter:
     def write_text(self, file: str, text: str) -> None:
         """Add a text file that appears together with the checkpoint."""
         self._texts[file] = text
+
+    def add_checksum(self, file: str, checksum: str) -> None:
+        """The checksum of a file beside the checkpoint, so that it need not be read again."""
+        self._checksums_beside[file] = checksum
 
     def _bytes(self, name: str) -> int:
         return byte_count(self._dtypes[name], self._shapes[name])
@@ -214,7 +225,7 @@ class CheckpointWriter:
         existing = next(parent for parent in self._out.resolve().parents if parent.exists())
         free = shutil.disk_usage(existing).free
         if free < self.total_bytes:
-            raise CheckpointError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
+            raise NoSpaceError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
 
     def _header(self, names: list[str]) -> bytes:
         return pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)
@@ -243,6 +254,8 @@ class CheckpointWriter:
                 raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
         self._write_headers()
         self._write_companions()
+        if self._checksums is not None:
+            self._write_checksums(self._checksums)
         if self._fsync:
             for fd in self._fds:
                 os.fsync(fd)
@@ -265,6 +278,14 @@ class CheckpointWriter:
             files["model.safetensors.index.json"] = _json(index)
         for file, text in files.items():
             (self._partial / file).write_text(text, encoding="utf-8")
+
+    def _write_checksums(self, tensors: TensorChecksums) -> None:
+        sums = {file: tensors.of_file(fd, file) for file, fd in zip(self._shards, self._fds, strict=True)}
+        sums |= self._checksums_beside
+        for path in sorted(self._partial.iterdir()):
+            if path.name not in sums:
+                sums[path.name] = checksum_of(path)
+        (self._partial / CHECKSUMS).write_text(_json(sums), encoding="utf-8")
 
     def _close_shards(self) -> None:
         for fd in self._fds:

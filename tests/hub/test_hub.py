@@ -427,15 +427,18 @@ def moved(client, hub):
     return other
 
 
-def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tmp_path):
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-100], lambda content: content[:-1] + bytes([content[-1] ^ 1])]
+)
+def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tmp_path, damage):
     recipe = make_recipe()
     hub = start_hub(recipe)
     client = connect(hub, 1)
     client.join()
     push(client, recipe, 0, fabricate(recipe, 1, 0))
     hub.stop()
-    path = tmp_path / "state/pushes/000000/node-001.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    (path,) = (tmp_path / "state/pushes/000000").iterdir()
+    path.write_bytes(damage(path.read_bytes()))
     client = connect(start_hub(recipe), 1)
     status = client.status()
     assert status["waiting_for"] == [0, 1]

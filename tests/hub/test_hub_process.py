@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -138,12 +139,15 @@ def test_signals_stop_it_cleanly(start_process, tmp_path, number):
     assert hub.end() == 0
     assert hub.output.endswith("hub stopped at round 0\n")
     files = sorted(path.name for path in (tmp_path / "state").rglob("*") if path.is_file())
+    push_file = next((tmp_path / "state/pushes/000000").iterdir())
+    assert re.fullmatch(r"node-000-[0-9a-f]{16}\.safetensors", push_file.name)
     assert files == [
+        "checksums.json",
         "config.json",
         "lock",
         "members.json",
         "model.safetensors",
-        "node-000.safetensors",
+        push_file.name,
         "round.json",
         "run.json",
     ]

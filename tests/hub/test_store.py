@@ -66,7 +66,7 @@ def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, 
     commit_next(store, recipe)
     state = tmp_path / "state"
     store.pushes_dir(0)
-    committed = store.pushes_dir(1) / "node-001.safetensors"
+    committed = store.pushes_dir(1) / "node-001-0123456789abcdef.safetensors"
     committed.write_bytes(b"x")
     for leftover in ("rounds/.000002.partial-ab", "snapshots/.round-000001.partial-cd", "pushes/.000000.partial-old"):
         (state / leftover).mkdir()
@@ -80,7 +80,7 @@ def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, 
         assert list((state / "snapshots").iterdir()) == []
         assert [path.relative_to(state).as_posix() for path in (state / "pushes").rglob("*")] == [
             "pushes/000001",
-            "pushes/000001/node-001.safetensors",
+            "pushes/000001/node-001-0123456789abcdef.safetensors",
         ]
     finally:
         again.close()
@@ -98,7 +98,7 @@ def test_only_the_last_two_rounds_stay_and_snapshots_are_links_that_outlive_them
     assert sorted(path.name for path in (state / "snapshots").iterdir()) == ["round-000002", "round-000004"]
     linked = state / "snapshots/round-000004/model.safetensors"
     assert linked.stat().st_ino == (state / "rounds/000004/model.safetensors").stat().st_ino
-    assert not (state / "snapshots/round-000004/round.json").exists()
+    assert sorted(path.name for path in linked.parent.iterdir()) == ["config.json", "model.safetensors"]
     expected = {name: tensor + 2 for name, tensor in drawn(recipe).items()}
     assert_same(read_state(state / "snapshots/round-000002"), expected)
     assert store.snapshot(record) is None
@@ -136,6 +136,38 @@ def test_damage_is_named(store, recipe, tmp_path):
     with pytest.raises(StoreError, match="missing beside committed rounds"):
         Store(tmp_path / "state", recipe)
     store._lock = store._take_lock()
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "round.json", "checksums.json"])
+def test_a_bit_that_flipped_in_a_state_is_found_and_the_way_back_is_named(store, recipe, file):
+    commit_next(store, recipe)
+    store.check_state(1)
+    path = store.round_dir(1) / file
+    flip(path, -100 if file == "model.safetensors" else -20)
+    with pytest.raises(StoreError, match="damaged") as raised:
+        store.check_state(1)
+    named = f"{path}: damaged" if file != "checksums.json" else f"{store.round_dir(1)}/"
+    assert str(raised.value).startswith(named)
+    assert f"or remove {store.round_dir(1)} and start again: round 0 is whole" in str(raised.value)
+    flip(store.round_dir(0) / "model.safetensors", 100)
+    with pytest.raises(StoreError, match=r"from a copy; round 0 is damaged too .*000000/model.safetensors: "):
+        store.check_state(1)
+
+
+def test_a_state_with_a_file_that_is_gone_or_cut_is_refused(store):
+    path = store.round_dir(0) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match=r"model\.safetensors: missing or damaged.*no earlier round is kept"):
+        store.check_state(0)
+    path.unlink()
+    with pytest.raises(StoreError, match=r"model\.safetensors: missing or damaged"):
+        store.check_state(0)
 
 
 def test_the_ledger_survives_json_and_is_bounded():

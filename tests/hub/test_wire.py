@@ -19,6 +19,7 @@ from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.replica import Replica
 from spes_mega.hub.run import Run
 from spes_mega.hub.terms import Terms
+from spes_mega.layout.checksums import check_files
 from spes_mega.layout.names import expected_tensors
 
 DILOCO = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
@@ -78,6 +79,7 @@ class Play:
 
     def check(self, number, nodes):
         assert_same(read_state(self.hub.state / f"rounds/{number:06d}"), self.reference.published)
+        check_files(self.hub.state / f"rounds/{number:06d}")
         for node in nodes:
             assert_same(node.state, self.reference.nodes[node.node])
 
