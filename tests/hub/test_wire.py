@@ -200,12 +200,17 @@ def test_a_hub_that_is_started_again_in_the_middle_goes_on_bit_for_bit(play, wir
     assert [line["round"] for line in lines] == [1, 2, 3]
 
 
-def test_a_state_without_its_residual_is_refused(play):
+def test_a_state_whose_residual_is_damaged_or_missing_is_refused(play):
     run = play(wire="bf16")
     run.round()
     run.hub.stop()
-    (run.hub.state / "rounds/000001/residual.safetensors").unlink()
-    with pytest.raises(StoreError, match=r"residual.safetensors: missing or damaged: .*restore"):
+    path = run.hub.state / "rounds/000001/residual.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(StoreError, match=r"residual.safetensors: damaged: its checksum is .*Restore"):
+        Run(run.recipe, run.hub.state, None, Console())
+    path.unlink()
+    with pytest.raises(StoreError, match=r"residual.safetensors: missing or damaged: .*Restore"):
         Run(run.recipe, run.hub.state, None, Console())
 
 
