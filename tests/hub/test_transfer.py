@@ -13,10 +13,10 @@ from spes_mega.hub import run as run_module
 from spes_mega.hub.client import HubClient
 from spes_mega.hub.frames import CHUNK_BYTES, Arrival
 
-MODEL = {"vocab_size": 90_000}  # a payload of 11.5 MB: 6 chunks
-CUT_BYTES = 7 << 20
-SLACK_BYTES = 2 * CHUNK_BYTES + (1 << 20)
-"""What is sent twice at most after a cut: the chunk under way, the hub's window, and the sockets' buffers. Less than
+MODEL = {"vocab_size": 180_000}  # a payload of 23 MB: 11 chunks
+CUT_BYTES = 16 << 20
+SLACK_BYTES = 10 << 20
+"""What is sent twice at most after a cut: the chunk under way, the hub's window, and 6 MiB in a socket's buffer. Less than
 what was there before the cut, which a transfer begun anew would send twice."""
 assert SLACK_BYTES < CUT_BYTES
 
