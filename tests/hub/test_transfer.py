@@ -16,8 +16,8 @@ from spes_mega.hub.frames import CHUNK_BYTES, Arrival
 MODEL = {"vocab_size": 180_000}  # a payload of 23 MB: 11 chunks
 CUT_BYTES = 16 << 20
 SLACK_BYTES = 10 << 20
-"""What is sent twice at most after a cut: the chunk under way, the hub's window, and 6 MiB in a socket's buffer. Less than
-what was there before the cut, which a transfer begun anew would send twice."""
+"""What is sent twice at most after a cut: the chunk under way, the hub's window, and 6 MiB in a socket's buffer. Less
+than what was there before the cut, which a transfer begun anew would send twice."""
 assert SLACK_BYTES < CUT_BYTES
 
 
