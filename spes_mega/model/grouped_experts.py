@@ -62,11 +62,21 @@ class _Block(NamedTuple):
     """Rows of one expert with its two matrices, or rows of all with theirs stacked; and products that go with them."""
 
     rows: slice
+    padding: int
     first: torch.Tensor
     second: torch.Tensor
     forward: Product
     input_gradient: Product
     weight_gradient: Product
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's rows, and as many zeros after them as its products want."""
+        rows = tensor[self.rows]
+        return F.pad(rows, (0, 0) * (tensor.ndim - 1) + (0, self.padding)) if self.padding else rows
+
+    def leave(self, rows: torch.Tensor) -> torch.Tensor:
+        """Without what `take` has added."""
+        return rows[: len(rows) - self.padding]
 
 
 class _GatedExperts(torch.autograd.Function):
@@ -77,9 +87,9 @@ class _GatedExperts(torch.autograd.Function):
         ctx: Any, x_TD: torch.Tensor, probs_T: torch.Tensor, counts: tuple[int, ...], *matrices: torch.Tensor
     ) -> torch.Tensor:
         blocks = _blocks(x_TD, counts, matrices)
-        hidden = [block.forward(x_TD[block.rows], block.first) for block in blocks]
+        hidden = [block.forward(block.take(x_TD), block.first) for block in blocks]
         outputs = [
-            block.forward(_weighted(_gated(h), probs_T[block.rows]), block.second)
+            block.leave(block.forward(_weighted(_gated(h), block.take(probs_T)), block.second))
             for block, h in zip(blocks, hidden, strict=True)
         ]
         ctx.counts, ctx.trained = counts, matrices[0].requires_grad
@@ -95,15 +105,15 @@ class _GatedExperts(torch.autograd.Function):
         d_first: list[torch.Tensor] = []
         d_second: list[torch.Tensor] = []
         for block, h in zip(_blocks(gradient_TD, ctx.counts, matrices), hidden, strict=True):
-            gradient, probs = gradient_TD[block.rows], probs_T[block.rows]
+            gradient, probs = block.take(gradient_TD), block.take(probs_T)
             gated = _gated(h)
             d_weighted = block.input_gradient(gradient, block.second)
-            d_probs.append((d_weighted.to(probs.dtype) * gated).sum(-1))
+            d_probs.append(block.leave((d_weighted.to(probs.dtype) * gated).sum(-1)))
             d_hidden = _gated_backward(_weighted(d_weighted, probs), h)
-            d_x.append(block.input_gradient(d_hidden, block.first))
+            d_x.append(block.leave(block.input_gradient(d_hidden, block.first)))
             if ctx.trained:
                 d_second.extend(_each(block.weight_gradient(gradient, _weighted(gated, probs))))
-                d_first.extend(_each(block.weight_gradient(d_hidden, x_TD[block.rows])))
+                d_first.extend(_each(block.weight_gradient(d_hidden, block.take(x_TD))))
         d_matrices = (*d_first, *d_second) if ctx.trained else (None,) * len(matrices)
         return _joined(d_x), _joined(d_probs), None, *d_matrices
 
@@ -138,12 +148,21 @@ def _blocks(rows: torch.Tensor, counts: tuple[int, ...], matrices: Sequence[torc
     first, second = matrices[: len(counts)], matrices[len(counts) :]
     if products_are_grouped(rows, matrices):
         ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
-        return [_Block(slice(None), stacked(first), stacked(second), *_grouped_products(ends))]
+        return [_Block(slice(None), 0, stacked(first), stacked(second), *_grouped_products(ends))]
     blocks, start = [], 0
     for count, a, b in zip(counts, first, second, strict=True):
         part = slice(start, start := start + count)
-        blocks.append(_Block(part, a, b, *_PRODUCTS))
+        blocks.append(_Block(part, _padding(count, rows.dtype), a, b, *_PRODUCTS))
     return blocks
+
+
+def _padding(count: int, dtype: torch.dtype) -> int:
+    """Rows to add to `count`, so that few different numbers of rows occur: at most an eighth, or 31.
+
+    For each shape of a bf16 product that it has not seen lately oneDNN first makes a kernel, which takes five times as
+    long as the product of a small expert; and how many tokens an expert gets is new at each step.
+    """
+    return -count % max(32, 1 << max(0, count.bit_length() - 4)) if dtype == torch.bfloat16 else 0
 
 
 _PRODUCTS: tuple[Product, Product, Product] = (

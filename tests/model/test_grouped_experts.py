@@ -78,6 +78,14 @@ def test_matrices_that_are_not_neighbours_are_stacked_all_the_same(order):
     assert torch.equal(stacked([whole[1].t()]), whole[1].t()[None])
 
 
+def test_rows_are_padded_to_few_different_numbers_in_bf16_alone():
+    padded = {count: count + grouped_experts._padding(count, torch.bfloat16) for count in range(5000)}
+    assert padded[0] == 0
+    assert all(count <= rows <= count + max(31, count / 8) for count, rows in padded.items())
+    assert len(set(padded.values())) < 60
+    assert {grouped_experts._padding(count, torch.float32) for count in range(100)} == {0}
+
+
 def test_what_is_kept_for_the_backward_pass():
     """Of a frozen group not even its input; of none the activations after the first product."""
     group = next(partitioned_experts(tiny.loaded(tiny.recipe(MODEL), tiny.random_weights(MODEL), (0,)))).groups

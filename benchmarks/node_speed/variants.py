@@ -1,0 +1,83 @@
+"""Models that take one training step on the same weights and batch: ours, with experts owned, and transformers'."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from spes_mega.layout import CheckpointWriter, initial_tensor, open_checkpoint
+from spes_mega.layout.names import expected_tensors
+from spes_mega.model import build
+from spes_mega.node.engine import create_engine
+from spes_mega.node.ranks import Ranks
+from spes_mega.node.stop import StopRequest
+from spes_mega.node.trainer import Trainer
+from spes_mega.node.weights import NodeWeights
+from spes_mega.recipe import Recipe
+
+Step = Callable[[], tuple[float, float]]
+"""Takes one optimizer step; returns its seconds and its language-model loss."""
+
+
+class OneBatch:
+    """The same samples at every step; what the trainer asks of a node's data."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        train, self.samples_per_step = recipe.train, recipe.train.micro_batch_size
+        shape = (train.micro_batch_size, train.seq_len + 1)
+        self.tokens = np.random.default_rng(0).integers(0, recipe.model.vocab_size, shape)
+
+    def batch(self, step: int, micro_step: int) -> Any:
+        return self.tokens
+
+
+def write_weights(recipe: Recipe, folder: Path) -> None:
+    """Freshly drawn weights as a checkpoint that both sides load."""
+    with CheckpointWriter(folder, recipe.model, torch.float32) as writer:
+        for name, shape in expected_tensors(recipe.model).items():
+            writer.write(name, initial_tensor(recipe.model, name, shape, recipe.train.seed))
+
+
+def ours(recipe: Recipe, folder: Path, owned: range, ranks: Ranks) -> Step:
+    """A node that trains the experts `owned`, as `spes-mega launch` has it."""
+    gpt = build(recipe, owned)
+    engine = create_engine(recipe, gpt)
+    stop = StopRequest()
+    with open_checkpoint(folder) as checkpoint:
+        weights = NodeWeights(gpt, recipe.model, ranks, stop)
+        weights.assign(weights.shapes, checkpoint.read)
+    trainer = Trainer(recipe, engine, OneBatch(recipe), ranks, stop)
+    steps = iter(range(1, recipe.train.steps + 1))
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        metrics = trainer.step(next(steps), 0)
+        return time.perf_counter() - start, metrics.lm_loss
+
+    return step
+
+
+def theirs(recipe: Recipe, folder: Path) -> Step:
+    """`Qwen3MoeForCausalLM` with torch's fused AdamW, the load-balancing loss and clipping, as one would train it."""
+    train = recipe.train
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model.config.output_router_logits = True
+    optimizer = torch.optim.AdamW(
+        model.parameters(), train.lr, (train.adam_beta1, train.adam_beta2), weight_decay=train.weight_decay, fused=True
+    )
+    tokens = torch.from_numpy(OneBatch(recipe).tokens)
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        out = model(tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:].contiguous())
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start, (out.loss - model.config.router_aux_loss_coef * out.aux_loss).item()
+
+    return step
