@@ -11,12 +11,10 @@ import transformers
 
 from spes_mega.layout import CheckpointWriter, initial_tensor, open_checkpoint
 from spes_mega.layout.names import expected_tensors
-from spes_mega.model import build
-from spes_mega.node.engine import create_engine
+from spes_mega.node.local_model import LocalModel
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.trainer import Trainer
-from spes_mega.node.weights import NodeWeights
 from spes_mega.recipe import Recipe
 
 Step = Callable[[], tuple[float, float]]
@@ -44,13 +42,11 @@ def write_weights(recipe: Recipe, folder: Path) -> None:
 
 def ours(recipe: Recipe, folder: Path, owned: range, ranks: Ranks) -> Step:
     """A node that trains the experts `owned`, as `spes-mega launch` has it."""
-    gpt = build(recipe, owned)
-    engine = create_engine(recipe, gpt)
     stop = StopRequest()
+    model = LocalModel(recipe, tuple(owned), ranks, stop, folder)
     with open_checkpoint(folder) as checkpoint:
-        weights = NodeWeights(gpt, recipe.model, ranks, stop)
-        weights.assign(weights.shapes, checkpoint.read)
-    trainer = Trainer(recipe, engine, OneBatch(recipe), ranks, stop)
+        model.assign(model.shapes, checkpoint.read)
+    trainer = Trainer(recipe, model, OneBatch(recipe), ranks, stop)
     steps = iter(range(1, recipe.train.steps + 1))
 
     def step() -> tuple[float, float]:
