@@ -87,8 +87,8 @@ class Int8Codec:
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         values = rows.detach().to(device="cpu", dtype=torch.float32).contiguous()
         flat = values.reshape(rows.shape[0] if rows.dim() > 1 else 1, -1)
-        low, high = torch.aminmax(flat, dim=1)
-        scale = torch.maximum(high, low.neg_()).div_(INT8_LEVELS)
+        # Several times as fast as aminmax, or abs and amax, along an axis.
+        scale = torch.maximum(flat.amax(1), flat.amin(1).neg_()).div_(INT8_LEVELS)
         # A scale of 0 (a row of zeros, or of values too small to have one) must not divide: all of it is carried on.
         steps = torch.where(scale > 0, scale, torch.inf)
         # A scale below fp32's normal range is itself rounded, so that a quotient may be over the highest level.
