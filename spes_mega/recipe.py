@@ -226,6 +226,11 @@ class SpesSection(Section):
         description="largest L2 norm of what a node's push changes, over all its tensors; the hub refuses a push above "
         "it; default: any finite one",
     )
+    on_full_disk: Literal["wait", "stop"] = Field(
+        default="wait",
+        json_schema_extra=LOCAL,
+        description="what the hub does when its disk is full: wait until there is room, or stop the run",
+    )
     snapshot_every: Positive = Field(
         default=10, json_schema_extra=LOCAL, description="rounds between two snapshot directories"
     )

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import grpc
 
-from spes_mega.errors import DeadlineError, HubRefusedError, SpesError, StoreError
+from spes_mega.errors import DeadlineError, HubRefusedError, SpesError, StoreError, StoreFullError
 
 KIND_KEY = "spes-error-kind"
 MAX_MESSAGE = 2000  # gRPC bounds metadata to 8 KiB
@@ -30,6 +30,10 @@ class BusyError(HubRefusedError):
     """Too much is under way for this node: later."""
 
 
+class FullError(StoreFullError):
+    """There is no room for it on the hub's disk yet: later."""
+
+
 # The first class that an error is an instance of decides.
 _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
     "damaged": (DamagedError, grpc.StatusCode.DATA_LOSS),
@@ -39,6 +43,7 @@ _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
     "payload": (PayloadError, grpc.StatusCode.INVALID_ARGUMENT),
     "refused": (HubRefusedError, grpc.StatusCode.FAILED_PRECONDITION),
     "deadline": (DeadlineError, grpc.StatusCode.ABORTED),
+    "full": (FullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     "store": (StoreError, grpc.StatusCode.ABORTED),
     "error": (SpesError, grpc.StatusCode.ABORTED),
 }

@@ -143,12 +143,27 @@ class Ledger:
                 absent,
                 similarity,
             )
-            self._round_up = self._round_down = 0
-            self.rounds.append(record)
-            self.merges += record.merged
-            for node in record.nodes:  # who received a push notes it only after the close could have taken it
-                self.nodes[node].last_pushed_round = round_ - 1
+            self._append(record)
             return record
+
+    def _append(self, record: RoundRecord) -> None:
+        self._round_up -= record.bytes_up
+        self._round_down -= record.bytes_down
+        self.rounds.append(record)
+        self.merges += record.merged
+        for node in record.nodes:  # who received a push notes it only after the close could have taken it
+            self.nodes[node].last_pushed_round = record.round - 1
+
+    def copy(self) -> Self:
+        """One to be written with a state that may fail to be committed."""
+        copy = type(self).from_json(self.as_json())
+        copy._round_up, copy._round_down = self._round_up, self._round_down
+        return copy
+
+    def follow(self, copy: Self) -> None:
+        """The round that was closed in a copy is committed."""
+        with self._lock:
+            self._append(copy.rounds[-1])
 
     def as_json(self) -> dict[str, Any]:
         with self._lock:

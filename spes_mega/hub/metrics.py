@@ -1,6 +1,8 @@
 """STATE/metrics.jsonl: one line a round, for plots and dashboards. The ledger stays the record that counts."""
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,5 +41,9 @@ class Metrics:
         """The round's figures; with a merge, how alike the experts of each layer were before it."""
         layers = {str(layer): values._asdict() for layer, values in similarity.items()}
         line = asdict(record) | ({"layers": layers} if layers else {})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        data = json.dumps(line).encode() + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(data) < len(data):  # what is half there would spoil the next line
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -49,6 +49,7 @@ class Rounds:
         self._draining = False
         self._served: set[int] = set()  # nodes that have the newest state
         self._failure: SpesError | None = None
+        self._held: SpesError | None = None
         self._join_deadline = clock() + spes.join_deadline_s
         self._opened: float | None = None  # the round's clock starts when the nodes are there
 
@@ -122,6 +123,8 @@ class Rounds:
         with self._changed:
             while self._closing:
                 self._check_alive()
+                if self._held:
+                    raise self._held
                 self._changed.wait(POLL_S)
             self._check_alive()
 
@@ -136,13 +139,27 @@ class Rounds:
             Stopped: `stop` was called.
         """
         with self._changed:
-            while not self._may_close():
+            while not (self._closing or self._may_close()):
+                if self._failure:
+                    raise self._failure
                 if self._stopping or (self._draining and not self._pushed and not self._with(Presence.JOINED)):
                     raise Stopped  # or there is nobody whose round could be finished
                 self._changed.wait(POLL_S)
             self._note({node: Member(Presence.MISSED, self._members[node].session) for node in self._awaited()})
             self._closing = True
             return self._round, tuple(sorted(self._pushed))
+
+    def pause(self, seconds: float, reason: SpesError) -> None:
+        """The hub cannot go on yet, for a `reason` that those are told who would have to wait with it.
+
+        Raises Stopped after `stop`.
+        """
+        end = self._clock() + seconds
+        with self._changed:
+            self._held = reason
+            while self._clock() < end:
+                self.check_running()
+                self._changed.wait(POLL_S)
 
     def committed(self, round_: int) -> None:
         """The state of `round_` is on the disk: it becomes the open round, and waiting nodes are told."""
@@ -151,6 +168,7 @@ class Rounds:
             self._pushed = set()
             self._served = set()
             self._closing = False
+            self._held = None
             self._opened = self._clock()
             self._changed.notify_all()
 

@@ -4,23 +4,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
+from spes_mega.errors import StoreFullError
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import BrokenTransferError, PayloadError, StaleRoundError
+from spes_mega.hub.faults import BrokenTransferError, FullError, PayloadError, StaleRoundError
 from spes_mega.hub.forms import Form, forms_of
 from spes_mega.hub.frames import PREFIX_BYTES, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger, RoundRecord
-from spes_mega.hub.members import Presence, expected_back
+from spes_mega.hub.members import Members, Presence, expected_back
 from spes_mega.hub.metrics import Metrics
 from spes_mega.hub.norm import update_norm, update_rows
 from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.published import publishing
+from spes_mega.hub.room import Room, noticing_full
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, tokens_of
 from spes_mega.hub.store import Store
@@ -38,6 +41,8 @@ from spes_mega.outer.ownership import (
 )
 from spes_mega.recipe import Recipe
 
+T = TypeVar("T")
+
 
 class Run:
     """Opens a state directory, makes the initial state in a new one, and closes rounds."""
@@ -52,8 +57,16 @@ class Run:
         )
         self._chunk_bytes = chunk_bytes(recipe.spes.num_nodes)
         self._console = console
+        self._room = Room(recipe.spes.on_full_disk, console)
         self._store = Store(state, recipe)
         try:
+            self._open(state, init)
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _open(self, state: Path, init: Path | None) -> None:
+        with noticing_full(state):
             round_ = self._initial_round(init)
             self.ledger: Ledger = self._store.read_ledger(round_)
             self.newest: RoundRecord = self.ledger.rounds[-1]
@@ -61,9 +74,11 @@ class Run:
             self.staging = self._stage()
             self.rounds = self._rounds(round_, self._stored_pushes(round_))
             self._snapshot()  # a crash may have come between the last round and its snapshot
-        except BaseException:
-            self._store.close()
-            raise
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the hub from going on; empty if nothing does."""
+        return self._room.trouble
 
     @property
     def finished(self) -> bool:
@@ -111,8 +126,31 @@ class Run:
             round_,
             pushed,
             members=members,
-            remember=self._store.write_members,
+            remember=self._remember,
         )
+
+    def _remember(self, members: Members) -> None:
+        try:
+            self._store.write_members(members)
+        except StoreFullError as e:
+            raise self._refusal(e) from e
+
+    def _refusal(self, error: StoreFullError) -> FullError:
+        """What a node is told that there is no room for. Raises `error`, and ends the run, if it has to stop then."""
+        try:
+            return self._room.refusal(error)
+        except StoreFullError:
+            self.rounds.fail(error)
+            raise
+
+    def _needed(self, action: Callable[[], T]) -> T:
+        """Do what the run cannot go on without, as soon as there is room for it."""
+
+        def attempt() -> T:
+            with noticing_full(self._store.root):
+                return action()
+
+        return self._room.needed(attempt, self.rounds.pause)
 
     def _stage(self) -> Staging:
         """For the pushes of the open round, whose ownership says what each node has to push."""
@@ -188,7 +226,11 @@ class Run:
             self.rounds.commit_push(node, session, opening.round, rename)
 
         try:
-            return self.staging.receive(node, opening, frames, progress, commit, end)
+            repeated = self.staging.receive(node, opening, frames, progress, commit, end)
+            self._room.found()
+            return repeated
+        except StoreFullError as e:
+            raise self._refusal(e) from e
         except (PayloadError, BrokenTransferError):
             self.rounds.check_open(opening.round)  # closed meanwhile: the next one may ask this node for other experts
             raise
@@ -246,30 +288,37 @@ class Run:
 
         Raises:
             DeadlineError: nodes did not come in time.
-            CheckpointError: the disk is full, or the last state cannot be read.
+            StoreFullError: the disk is full, and spes.on_full_disk is stop.
+            CheckpointError: the last state cannot be read.
             Stopped: the hub was asked to stop; nothing is left of the new state.
         """
-        round_, nodes = self.rounds.await_close()
+        round_, nodes = self._needed(self.rounds.await_close)
         began = time.monotonic()
         self.staging.close()
+        similarity = self._needed(lambda: self._commit(round_, nodes))
+        self._open_next(time.monotonic() - began, similarity)
+
+    def _commit(self, round_: int, nodes: tuple[int, ...]) -> dict[int, Similarity]:
+        closed, similarity = self.ledger.copy(), dict[int, Similarity]()
         with ExitStack() as stack:
             previous = stack.enter_context(closing(self._store.open_state(round_)))
             pushes = {node: stack.enter_context(closing(self.staging.open(node))) for node in nodes}
             tokens = {node: tokens_of(push) for node, push in pushes.items()}
             weights = tokens if self.recipe.spes.weight_by_tokens else None
             mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
-            similarity: dict[int, Similarity] = {}
             self._store.commit(
                 round_ + 1,
-                lambda writer: self._fill(writer, mixture, round_, tokens, similarity),
+                lambda writer: self._fill(writer, closed, mixture, round_, tokens, similarity),
                 base_config=previous.weights.config,
                 copy_from=self._store.round_dir(round_),
             )
-        self._open_next(time.monotonic() - began, similarity)
+        self.ledger.follow(closed)
+        return similarity
 
     def _fill(
         self,
         writer: CheckpointWriter,
+        closed: Ledger,
         mixture: Mixture,
         round_: int,
         tokens: dict[int, int],
@@ -280,7 +329,7 @@ class Run:
         changed = changed_names(self.shapes, self.ownership, nodes, merge is not None)
         with publishing(writer, self._terms, changed) as out:
             similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
-        self.ledger.close_round(
+        closed.close_round(
             round_ + 1,
             self.recipe.step_at(round_ + 1),
             nodes,
@@ -290,7 +339,7 @@ class Run:
             self._next_absent(round_, nodes),
             mean_similarity(similarity),
         )
-        return self.ledger
+        return closed
 
     def _next_absent(self, round_: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
         presence = self.rounds.presence()
@@ -307,14 +356,14 @@ class Run:
 
     def _open_next(self, aggregation_s: float, similarity: dict[int, Similarity]) -> None:
         before, self.newest = self.newest, self.ledger.rounds[-1]
-        self.staging = self._stage()
+        self.staging = self._needed(self._stage)
         self.rounds.committed(self.newest.round)
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
         if before.absent != self.newest.absent:
             self._say_ownership()
-        self._metrics.append(self.newest, similarity)
         self._store.prune(self.newest.round)
-        self._snapshot()
+        self._needed(lambda: self._metrics.append(self.newest, similarity))
+        self._needed(self._snapshot)
 
     def _say_ownership(self) -> None:
         owned = self.ownership.nodes

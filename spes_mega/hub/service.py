@@ -149,6 +149,7 @@ class HubService(HubServicer):
                 for node, traffic in enumerate(kept["nodes"])
             ],
             rounds=[pb.RoundStatus(**record) for record in kept["rounds"]],
+            trouble=run.trouble,
             rejected=[pb.RejectionStatus(**rejection) for rejection in kept["rejected"]],
         )
 

@@ -14,6 +14,7 @@ from spes_mega.hub.partials import Partials
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
+from spes_mega.hub.room import noticing_full
 from spes_mega.hub.store import sync_directory
 
 _STAGED = re.compile(r"node-(\d{3,})-([0-9a-f]{16})\.safetensors")
@@ -66,7 +67,8 @@ class Staging:
             PayloadError: anything is wrong with the payload; nothing is left of it.
             DamagedError, BrokenTransferError: the transfer has to go on by another attempt.
             HubRefusedError: another payload of this node was committed in this round.
-            StoreError: the disk is full.
+            StoreFullError: the disk is full.
+            StoreError: it cannot be written.
         """
         self._check_opening(opening, self._forms_of(node))
         with self._storing(progress):
@@ -98,7 +100,8 @@ class Staging:
     @contextmanager
     def _storing(self, progress: Callable[[int], None]) -> Iterator[None]:
         try:
-            yield
+            with noticing_full(self._directory):
+                yield
         except OSError as e:
             progress(0)  # the directory of a closed round is removed under a late push
             raise StoreError(f"the hub cannot store this push: {e.strerror or e}") from e

@@ -34,6 +34,7 @@ from spes_mega.hub.drain import LOCK, REQUEST
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.hub.published import BESIDE, Published
+from spes_mega.hub.room import noticing_full
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files
 from spes_mega.layout.writer import CheckpointWriter
@@ -144,7 +145,8 @@ class Store:
         """Raises StoreError if the directory cannot be written."""
         path = self.root / "members.json"
         try:
-            _write_durably(path, json.dumps(members_format.as_json(members)))
+            with noticing_full(path):
+                _write_durably(path, json.dumps(members_format.as_json(members)))
         except OSError as e:
             raise StoreError(f"{path}: the hub cannot note who takes part: {e.strerror or e}") from e
 
@@ -158,15 +160,18 @@ class Store:
     ) -> None:
         """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them."""
         metadata = {"round": str(round_)}
-        with CheckpointWriter(
-            self.round_dir(round_),
-            self._recipe.model,
-            torch.float32,
-            base_config=base_config,
-            copy_from=copy_from,
-            metadata=metadata,
-            checksums=True,
-        ) as writer:
+        with (
+            noticing_full(self.root),
+            CheckpointWriter(
+                self.round_dir(round_),
+                self._recipe.model,
+                torch.float32,
+                base_config=base_config,
+                copy_from=copy_from,
+                metadata=metadata,
+                checksums=True,
+            ) as writer,
+        ):
             content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
             writer.write_text("round.json", json.dumps(content, indent=1))
 
@@ -190,11 +195,15 @@ class Store:
             return None
         partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
-        for file in self.round_dir(record.round).iterdir():
-            if file.name not in ("round.json", CHECKSUMS, *BESIDE):
-                _link(file, partial / file.name)
-        sync_directory(partial)
-        partial.rename(target)
+        try:
+            for file in self.round_dir(record.round).iterdir():
+                if file.name not in ("round.json", CHECKSUMS, *BESIDE):
+                    _link(file, partial / file.name)
+            sync_directory(partial)
+            partial.rename(target)
+        except OSError:
+            shutil.rmtree(partial)
+            raise
         sync_directory(target.parent)
         return target
 
@@ -235,6 +244,7 @@ class Store:
     def _sweep(self) -> None:
         """Remove what a crash left half-written."""
         for pattern in (
+            ".*.partial",
             "pushes/.*.partial-*",
             "rounds/.*.partial-*",
             "snapshots/.*.partial-*",
@@ -272,11 +282,16 @@ def _link(source: Path, target: Path) -> None:
 
 def _write_durably(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        if partial.is_file():
+            partial.unlink()
+        raise
     sync_directory(path.parent)
 
 

@@ -9,6 +9,8 @@ from spes_mega.errors import CheckpointError, NoSpaceError
 
 # Linux moves at most 2 GiB - 4 KiB in one call.
 _MAX_CALL_BYTES = 1 << 30
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says when there is no room for a file."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -46,5 +48,5 @@ def write_tensor(fd: int, offset: int, tensor: torch.Tensor, target: str) -> Non
 
 def write_error(target: object, error: OSError) -> CheckpointError:
     """What to raise when `target` cannot be written."""
-    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+    kind = NoSpaceError if error.errno in NO_SPACE else CheckpointError
     return kind(f"{target}: cannot write: {error.strerror}")

@@ -33,6 +33,8 @@ def describe(status: dict[str, Any]) -> Iterator[str]:
         f"{status['name']}: round {status['round']}/{status['num_rounds']}  step {status['step']}/{status['steps']}  "
         f"merges {status['merges']}  (recipe {status['digest'][:12]})"
     )
+    if status["trouble"]:
+        yield f"  waiting: {status['trouble']}"
     if status["waiting_for"]:
         nodes = ", ".join(map(str, status["waiting_for"]))
         yield f"open for {status['round_seconds']:.0f} s, waiting for the push of: {nodes}"

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from hub.process import HubProcess
 from spes_mega.hub import server as server_module
 from spes_mega.hub.access import Access
 from spes_mega.hub.client import HubClient
@@ -72,3 +73,17 @@ def connect():
     yield connect
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def start_process(tmp_path):
+    hubs = []
+
+    def start(raw, *options, folder=tmp_path, port=0):
+        hubs.append(HubProcess(folder, raw, *options, port=port))
+        return hubs[-1]
+
+    yield start
+    for hub in hubs:
+        if hub.process.poll() is None:
+            hub.kill()

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe
 from hub.keyring import make_keys
+from hub.process import HubProcess, free_port
 from hub.test_hub import moved, until
-from hub.test_hub_process import HubProcess, free_port
 from spes_mega.errors import StoreError
 from spes_mega.hub.access import read_access
 from spes_mega.hub.client import HubClient

@@ -1,85 +1,17 @@
 """The hub as its own process: the command, crashes, signals, memory, and what it leaves."""
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
-from spes_mega.hub.access import Access
-from spes_mega.hub.client import HubClient
+from hub.fabricated import assert_same, fabricate, next_state, pull, push, raw_recipe, read_state
+from hub.process import TOKEN, free_port
 from spes_mega.tools.status import command as status_command
-
-TOKEN = "a-token-for-tests"
-
-
-class HubProcess:
-    def __init__(self, folder, raw, *options, port=0):
-        self.recipe = make_recipe(raw.get("model"), raw.get("train"), **raw.get("spes", {}))
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(raw))
-        arguments = ["hub", path, "--state", folder / "state", "--listen", f"127.0.0.1:{port}", *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "spes_mega.cli", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"SPES_MEGA_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-        )
-        self.output = ""
-        self.address = self.read_until("hub listening on ").split()[-1]
-
-    def read_until(self, start):
-        for line in self.process.stdout:
-            self.output += line
-            if line.startswith(start):
-                return line
-        raise AssertionError(f"the hub ended without a line {start!r}:\n{self.output}")
-
-    def end(self, timeout=30):
-        self.output += self.process.communicate(timeout=timeout)[0]
-        return self.process.returncode
-
-    def kill(self):
-        self.process.kill()
-        self.end()
-
-    def peak_rss(self):
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-    def client(self, node):
-        return HubClient.for_recipe(self.recipe, self.address, node, access=Access(TOKEN))
-
-
-@pytest.fixture
-def start_process(tmp_path):
-    hubs = []
-
-    def start(raw, *options, folder=tmp_path, port=0):
-        hubs.append(HubProcess(folder, raw, *options, port=port))
-        return hubs[-1]
-
-    yield start
-    for hub in hubs:
-        if hub.process.poll() is None:
-            hub.kill()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def train(client, recipe):

@@ -12,6 +12,7 @@ import torch
 
 from hub.fabricated import assert_same, fabricate, make_recipe, pull, push, read_state
 from hub.reference import Reference
+from hub.test_hub import until
 from spes_mega.errors import StoreError
 from spes_mega.hub.client import PayloadError, StaleRoundError
 from spes_mega.hub.console import Console
@@ -196,8 +197,9 @@ def test_a_hub_that_is_started_again_in_the_middle_goes_on_bit_for_bit(play, wir
     run.round()
     snapshot = run.hub.state / "snapshots/round-000002"
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors"]
-    lines = [json.loads(line) for line in (run.hub.state / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == [1, 2, 3]
+    metrics = run.hub.state / "metrics.jsonl"
+    until(lambda: len(metrics.read_text().splitlines()) == 3)  # the last line comes after nodes are told of the round
+    assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_state_whose_residual_is_damaged_or_missing_is_refused(play):

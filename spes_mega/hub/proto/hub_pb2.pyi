@@ -193,7 +193,7 @@ class RejectionStatus(_message.Message):
     def __init__(self, node: _Optional[int] = ..., round: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "digest", "round", "num_rounds", "step", "steps", "merges", "waiting_for", "round_seconds", "nodes", "rounds", "rejected")
+    __slots__ = ("name", "digest", "round", "num_rounds", "step", "steps", "merges", "waiting_for", "round_seconds", "nodes", "rounds", "rejected", "trouble")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class StatusReply(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     round: int
@@ -218,4 +219,5 @@ class StatusReply(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundStatus]
     rejected: _containers.RepeatedCompositeFieldContainer[RejectionStatus]
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., merges: _Optional[int] = ..., waiting_for: _Optional[_Iterable[int]] = ..., round_seconds: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[RejectionStatus, _Mapping]]] = ...) -> None: ...
+    trouble: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., round: _Optional[int] = ..., num_rounds: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., merges: _Optional[int] = ..., waiting_for: _Optional[_Iterable[int]] = ..., round_seconds: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[RejectionStatus, _Mapping]]] = ..., trouble: _Optional[str] = ...) -> None: ...
