@@ -205,6 +205,10 @@ class SpesSection(Section):
     weight_by_tokens: bool = Field(
         default=False, description="weigh each node's part of a mean by the tokens that it trained on"
     )
+    overlap: bool = Field(
+        default=False,
+        description="nodes train on while their weights travel; what others trained comes one round later",
+    )
     merge_interval: Positive = Field(default=500, description="steps between two expert merges")
     merge_steps: int = Field(default=0, ge=0, description="merging stops at this step; 0: no merging")
     merge_alpha: Share = Field(default=0.01, description="weight of the donors at step 0, falling linearly to 0")

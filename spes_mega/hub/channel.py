@@ -50,8 +50,7 @@ class Channel:
         self.limit = limit
         self._tls = access.tls
         self._metadata = (("authorization", f"Bearer {access.token}"),) if access.token else ()
-        self._channel = _open(address, access.tls)
-        self._stub = Stub(self._channel)
+        self.open_again()
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """A unary call that may be repeated. Raises the SpesError that the hub answered, or DeadlineError.
@@ -96,7 +95,12 @@ class Channel:
         ) from last
 
     def close(self) -> None:
+        """End all calls that are under way, and refuse others."""
         self._channel.close()
+
+    def open_again(self) -> None:
+        self._channel = _open(self.address, self._tls)
+        self._stub = Stub(self._channel)
 
 
 def _open(address: str, tls: CallerTls | None) -> Any:

@@ -252,6 +252,12 @@ class HubClient:
         """Tell the hub that this node takes no more part, so that nobody waits for it."""
         self._channel.call("Leave", pb.LeaveRequest(caller=self._caller), ANSWER_S)
 
+    def interrupt(self, ended: Callable[[], object]) -> None:
+        """Make the calls that another thread is in fail, and all that come before `ended` returns."""
+        self._channel.close()
+        ended()
+        self._channel.open_again()
+
     def status(self) -> dict[str, Any]:
         """What the hub is doing; keys are those of `StatusReply` in hub.proto."""
         return as_dict(self._channel.call("Status", pb.StatusRequest(), ANSWER_S))

@@ -112,17 +112,27 @@ class HubNode:
         try:
             round_, absent, names = self._waiting(pull)
             self._follow(absent)
-            rebuilt = weights.own(self.owned)
-            if rebuilt:
-                self._say(f"now owns experts {ranges(self.owned)}")
-            everything = rebuilt or have_round is None
-            if missing := sorted(set(weights.shapes) - set(names)) if everything else []:
-                raise CheckpointError(f"the hub sent a state without {missing[0]}")
-            weights.assign(names, lambda name: pulled.read(name) if pulled else torch.empty(0))
+            self._replace(
+                weights,
+                names,
+                lambda name: pulled.read(name) if pulled else torch.empty(0),
+                everything=have_round is None,
+            )
         finally:
             if pulled is not None:
                 pulled.close()
         return round_
+
+    def _replace(
+        self, weights: LocalModel, names: Collection[str], read: Callable[[str], torch.Tensor], *, everything: bool
+    ) -> None:
+        """Train from now on what the node owns, and take `names` from `read` on rank 0; is that to be everything?"""
+        rebuilt = weights.own(self.owned)
+        if rebuilt:
+            self._say(f"now owns experts {ranges(self.owned)}")
+        if missing := sorted(set(weights.shapes) - set(names)) if everything or rebuilt else []:
+            raise CheckpointError(f"the hub sent a state without {missing[0]}")
+        weights.assign(names, read)
 
     def _waiting(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0; Ctrl-C and SIGTERM end it at once."""

@@ -32,7 +32,7 @@ def train(options: NodeOptions) -> None:
     stop.install()
     with process_group():
         spes = recipe.spes
-        ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 2 * spes.rpc_deadline_s)
+        ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 3 * spes.rpc_deadline_s)
         _Node(recipe, options, ranks, stop).run()
 
 
@@ -95,7 +95,14 @@ class _Node:
                 spool_dir=self.options.out,
             )
         capacity = self.recipe.spes.capacity
-        source = HubNode(self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)
+        arguments = (self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)
+        if self.recipe.spes.overlap:
+            from spes_mega.node.overlap import OverlappingHubNode
+
+            rounds = self.recipe.num_rounds
+            source: HubNode = OverlappingHubNode(*arguments, num_rounds=rounds, spool_dir=self.options.out)
+        else:
+            source = HubNode(*arguments)
         try:
             source.join()
             yield source

@@ -15,7 +15,8 @@ class StepMetrics:
     """One optimizer step, averaged over its micro-batches and the node's ranks.
 
     `aux_loss` and `z_loss` (router) are means over the MoE layers, before their coefficients. Bytes and seconds of
-    synchronization belong to the step that they follow; those of the first pull to the first step.
+    synchronization belong to the step that they follow; those of the first pull to the first step. With overlap,
+    seconds are those that training stood still, and bytes belong to the step at whose end they had gone.
     """
 
     step: int

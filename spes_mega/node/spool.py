@@ -31,10 +31,19 @@ class TensorSpool:
         offset, dtype, shape = self._where[name]
         return read_tensor(self._file.fileno(), offset, dtype, shape, self._source)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that was put in, in that order."""
+        return {name: shape for name, (_, _, shape) in self._where.items()}
+
+    def close(self) -> None:
+        """Free the file."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()

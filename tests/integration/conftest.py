@@ -1,13 +1,17 @@
 """Recipes, data and processes for the integration tests."""
 
+import os
 import random
 
+import deepspeed
 import numpy as np
 import pytest
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from integration import processes
+from spes_mega.model import ensure_parallel_state
+from spes_mega.node.ranks import Ranks
 from spes_mega.recipe import load_recipe
 
 VOCAB = 48
@@ -55,6 +59,16 @@ def write_recipe(dataset):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """This process as the only rank of a node."""
+    ensure_parallel_state()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+    return Ranks(60)
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """A node of one rank in this process, with its DeepSpeed engine, against a real hub process: what can go wrong."""
 
-import os
-
-import deepspeed
 import pytest
 import torch
 
@@ -10,11 +7,9 @@ from integration.processes import Hub
 from spes_mega.errors import SpesError
 from spes_mega.hub.client import HubClient
 from spes_mega.layout import expert_of
-from spes_mega.model import ensure_parallel_state
 from spes_mega.node.hub_node import HubNode
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.lone_node import LoneNode
-from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.outer.ownership import ownership_of, pushed_names
 from spes_mega.recipe import load_recipe
@@ -23,16 +18,7 @@ OWNED = {0: (0, 1), 1: (2, 3)}
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    ensure_parallel_state()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)
-    return Ranks(60)
-
-
-@pytest.fixture(scope="module")
 def weights(ranks, write_recipe, tmp_path_factory):
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
     folder = tmp_path_factory.mktemp("recipe")
     recipe = load_recipe(write_recipe(folder, spes={"num_nodes": 2}))
     return LocalModel(recipe, OWNED[0], ranks, StopRequest(), folder)

@@ -24,15 +24,16 @@ def figures(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, write_recipe):
-    """Alone; alone through a hub; and two nodes that own everything and have the same data. All at once."""
+    """Alone, and through a hub, without and with overlap; two nodes that own everything and have the same data."""
     folder = tmp_path_factory.mktemp("identities")
     alone = write_recipe(folder, "alone", train=TRAIN)
     both = write_recipe(
         folder, "both", train=TRAIN, spes={"num_nodes": 2, "ownership": "all"}, data={"sharding": "own"}
     )
+    overlap = write_recipe(folder, "overlap", train=TRAIN, spes={"overlap": True})
     processes = [launch(alone, "--out", folder / "alone")]
     try:
-        for name, recipe, nodes in (("hub", alone, (0,)), ("diloco", both, (0, 1))):
+        for name, recipe, nodes in (("hub", alone, (0,)), ("overlap", overlap, (0,)), ("diloco", both, (0, 1))):
             hub = Hub(recipe, folder / name)
             processes.append(hub)
             for k in nodes:
@@ -50,10 +51,11 @@ def snapshot(state):
     return max((state / "snapshots").iterdir())
 
 
-def test_a_lone_node_through_a_hub_equals_plain_training(results):
+@pytest.mark.parametrize("through", ["hub", "overlap"])
+def test_a_lone_node_through_a_hub_equals_plain_training(results, through):
     assert len(figures(results / "alone")) == 5
-    assert figures(results / "hub-node-0") == figures(results / "alone")
-    expected, found = weights(results / "alone/final"), weights(snapshot(results / "hub"))
+    assert figures(results / f"{through}-node-0") == figures(results / "alone")
+    expected, found = weights(results / "alone/final"), weights(snapshot(results / through))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
