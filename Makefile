@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs/demo
 
-.PHONY: setup demo test check lint proto clean
+.PHONY: setup demo test soak check lint proto clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Some minutes; SOAK="--rounds 200 --seed 1 --codec fp32" and the like.
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m soak $(SOAK)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
