@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs/demo
+# Transformer Engine needs a CUDA build of torch, which .venv need not have.
+TE_VENV := .venv-te
+TE_STAMP := $(TE_VENV)/.installed
 
-.PHONY: setup demo test soak check lint proto clean
+.PHONY: setup demo test soak check lint te-check proto clean
 
 setup: $(STAMP)
 
@@ -32,8 +35,17 @@ lint: $(STAMP)
 
 check: lint test
 
+# The wiring to Transformer Engine, without a GPU. The first time it downloads 5 GB and compiles for about 20 minutes.
+te-check: $(TE_STAMP)
+	$(TE_VENV)/bin/python -m pytest tests/te
+
+$(TE_STAMP): tests/te/install.sh setup.cfg
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: apt-get install python3 python3-venv"; exit 1; }
+	bash tests/te/install.sh $(TE_VENV) $(PYTHON)
+	@touch $@
+
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. spes_mega/hub/proto/*.proto
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from spes_mega.cli import group
 
 LAUNCHERS = Path(__file__).parents[1] / "launchers"
 UNITS = sorted((LAUNCHERS / "systemd").glob("*.service"))
-SCRIPTS = sorted([*LAUNCHERS.glob("*.sh"), LAUNCHERS / "slurm.sbatch"])
+SCRIPTS = sorted([*LAUNCHERS.glob("*.sh"), LAUNCHERS / "slurm.sbatch", Path(__file__).parent / "te/install.sh"])
 RESTARTS = {2, 3, 4, 6}  # what starting again cannot mend
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 

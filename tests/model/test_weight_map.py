@@ -9,6 +9,7 @@ from spes_mega.layout import fusions
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model import WeightMap, build, export_weights, load_weights
 from tests.model import tiny
+from tests.model.te_names import te_name
 
 MODELS = {
     "moe": tiny.section("qwen3_moe", frozen_dtype="train"),
@@ -102,31 +103,54 @@ def test_a_parameter_that_no_rule_knows_is_named():
         WeightMap(MODELS["dense"], gpt)
 
 
-def test_transformer_engine_names_are_covered():
-    # What Megatron's Transformer Engine spec calls the same parameters; the modules themselves need CUDA.
-    model = MODELS["moe with a dense layer"]
-    gpt = build(tiny.recipe(model), owned=(2, 3))
-    renamed = {_te_name(name, model): parameter for name, parameter in gpt.named_parameters()}
+ATTENTION = {
+    "linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight",
+    "q_layernorm.weight", "k_layernorm.weight",
+}  # fmt: skip
+TRANSFORMER_ENGINE = {
+    "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight",
+    *(f"decoder.layers.{layer}.self_attention.{name}" for layer in (0, 1) for name in ATTENTION),
+    "decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.0.mlp.router.weight",
+    *(
+        f"decoder.layers.0.mlp.experts.groups.{group}.linear_fc{linear}.weight{index}"
+        for group in range(3) for linear in (1, 2) for index in (0, 1)
+    ),
+    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight",
+}  # fmt: skip
+"""All parameters of "moe with a dense layer" that owns experts 2 and 3 of 6, as `make te-check` finds them."""
+
+
+def with_transformer_engine_names(model, **train):
+    """A stand-in for the model of Transformer Engine's modules, which need CUDA: its names, our parameters."""
+    gpt = build(tiny.recipe(model, **train), owned=(2, 3) if model.is_moe else None)
+    renamed = {te_name(name, model): parameter for name, parameter in gpt.named_parameters()}
     gpt.named_parameters = lambda: renamed.items()
-    entries = WeightMap(model, gpt).entries
-    assert {name for entry in entries for name in entry.names} == set(expected_tensors(model))
-    by_name = {entry.parameter_name: entry.names for entry in entries}
+    return gpt
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])  # experts in groups, and one after the other
+def test_transformer_engine_names_are_covered(zero_stage):
+    model = MODELS["moe with a dense layer"]
+    gpt = with_transformer_engine_names(model, zero_stage=zero_stage)
+    assert {name for name, _ in gpt.named_parameters()} == TRANSFORMER_ENGINE
+    by_name = {entry.parameter_name: entry.names for entry in WeightMap(model, gpt).entries}
     assert by_name["decoder.layers.0.mlp.experts.groups.2.linear_fc1.weight1"] == (
         "model.layers.0.mlp.experts.5.gate_proj.weight",
         "model.layers.0.mlp.experts.5.up_proj.weight",
     )
+    assert by_name["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"] == (
+        "model.layers.1.post_attention_layernorm.weight",
+    )
 
 
-def _te_name(name, model):
-    layer = int(name.split(".")[2]) if ".layers." in name else 0
-    name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-    if not model.is_moe_layer(layer):
-        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
-    if ".local_experts." in name:
-        prefix, rest = name.split(".local_experts.")
-        index, linear, _ = rest.split(".")
-        name = f"{prefix}.{linear}.weight{index}"
-    return name
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_what_transformer_engine_names_hold_round_trips(model):
+    gpt, weights = with_transformer_engine_names(model), tiny.random_weights(model)
+    load_weights(gpt, model, weights.__getitem__)
+    exported = dict(export_weights(gpt, model))
+    assert list(exported) == list(expected_tensors(model))
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
 def test_qkv_is_interleaved_by_group_for_weights_and_biases():
