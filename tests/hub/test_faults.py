@@ -14,7 +14,7 @@
 | begun again with other chunk sizes | test_transfer: may_have_other_chunk_sizes |
 | hundreds of stray pushes | test_transfer: uploads_of_one_node_are_few; test_limits; here |
 | another digest, another protocol | test_hub: strangers_are_refused |
-| the hub is killed before, in and after aggregation | test_hub_process: a_killed_hub; `make soak` |
+| the hub is killed while it waits, writes a state, sends one | test_hub_process: a_killed_hub; test_killed_hub |
 | disk full | test_full_disk |
 | state directory of another run, or damaged | test_store; test_wire: residual; test_hub: damaged_on_the_disk |
 | the link drops, is slow, delays, is silent | test_transfer; test_hub: falls_silent |
