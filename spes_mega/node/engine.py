@@ -127,6 +127,8 @@ def _required(train: TrainSection) -> dict[str, Any]:
         "fp16": {"enabled": False},
         "zero_optimization": {"stage": train.zero_stage},
         "zero_allow_untested_optimizer": True,
+        # Offloading works with the optimizer given here, too; DeepSpeed's own would be compiled at its first use.
+        "zero_force_ds_cpu_optimizer": False,
     }
 
 
@@ -134,8 +136,6 @@ def _defaults(train: TrainSection) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         # What ZeRO works on at a time; DeepSpeed's own defaults (5e8, 1e9) are made for large GPUs.
         "zero_optimization": {"reduce_bucket_size": PIECE_ELEMENTS, "sub_group_size": PIECE_ELEMENTS},
-        # offloading works with the optimizer given here, too
-        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 40,
     }
     if train.dtype == "bf16" and train.grad_accumulation > 1:

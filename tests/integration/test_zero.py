@@ -82,6 +82,16 @@ def test_recomputing_activations_changes_no_gradient(reports, stage, recompute):
         assert found["relative_difference"] < 1e-6
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16")])
+def test_an_optimizer_in_ram_trains_alike_and_takes_new_weights(reports, stage, dtype):
+    """ZeRO's CPU offload, by the recipe's deepspeed section, needs nothing compiled with the optimizer given here."""
+    for found in facts(reports, "offloaded", stage=stage, dtype=dtype):
+        losses = found.pop("losses")
+        assert found == {"offloads": True, "none_set": True, "cpu_set": True}
+        assert losses["cpu"] == pytest.approx(losses["none"], rel=1e-5 if dtype == "fp32" else 1e-2)
+        assert losses["cpu"][2] < losses["cpu"][0] - 0.01  # so that equal losses mean equal updates
+
+
 def test_after_a_sync_at_lr_0_in_bf16_the_weights_equal_those_of_the_hub(reports):
     for found in facts(reports, "sync"):
         assert found.pop("round") == 1

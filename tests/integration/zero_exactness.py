@@ -38,13 +38,16 @@ SHAPE = {
 OWNED = (1, 2)
 
 
-def recipe_of(stage, dtype, frozen_dtype="bf16", **train):
+def recipe_of(stage, dtype, frozen_dtype="bf16", offload=None, **train):
     # tied embeddings in some of the configurations: one parameter that two modules use
     model = SHAPE | {"tie_embeddings": stage != 2, "frozen_dtype": frozen_dtype}
     settings = {"seq_len": 8, "lr": 0.0, "weight_decay": 0.0, "dtype": dtype, "zero_stage": stage}
     # without this every parameter is so small that ZeRO-3 leaves it whole
-    more = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
-    return Recipe.model_validate({"model": model, "train": settings | train, "deepspeed": more})
+    zero = {"stage3_param_persistence_threshold": 100} if stage == 3 else {}
+    if offload is not None:
+        zero["offload_optimizer"] = {"device": offload}
+    deepspeed_section = {"zero_optimization": zero} if zero else {}
+    return Recipe.model_validate({"model": model, "train": settings | train, "deepspeed": deepspeed_section})
 
 
 class Case:
@@ -100,13 +103,17 @@ class Case:
         return {n: v if self.trains(n) else held[n].float() for n, v in values.items()}
 
     def step(self, tokens):
+        """Returns the sum of the losses of the micro-batches."""
         self.engine.train()
+        total = 0.0
         set_router_loss_scale(1 / self.recipe.train.grad_accumulation)
         for part in tokens.chunk(self.recipe.train.grad_accumulation):
             logits = forward_logits(self.engine, part[:, :-1].contiguous())
             loss = sum(language_model_loss(logits, part[:, 1:].contiguous(), 1e-5))
             self.engine.backward(loss)
             self.engine.step()
+            total += float(loss)
+        return total
 
 
 def equal(found, expected):
@@ -228,6 +235,21 @@ def recomputed(ranks, stage, recompute):
     return {"relative_difference": float((again - kept).norm() / kept.norm())}
 
 
+def offloaded(ranks, stage, dtype):
+    """Two steps, and a third loss that tells of the second, with the optimizer's state in RAM and without."""
+    losses, facts = {}, {}
+    for device in ("none", "cpu"):
+        case = Case(ranks, recipe_of(stage, dtype, offload=device, micro_batch_size=2, lr=1e-2))
+        case.assign(case.values(1))
+        losses[device] = [case.step(tokens_for(ranks.rank)) for _ in range(3)]
+        zero = case.engine.optimizer
+        facts[device] = bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+        second = case.values(2)
+        case.assign(second)
+        facts[f"{device}_set"] = equal(case.masters(), case.expected(second)) or not ranks.leads
+    return {"offloads": facts.pop("cpu") and not facts.pop("none"), "losses": losses} | facts
+
+
 def sync(ranks, recipe_file, address):
     """One round with a hub at learning rate 0, in bf16: this is node 0, and rank 0 plays node 1 beside it."""
     recipe = load_recipe(recipe_file)
@@ -309,7 +331,8 @@ def main():
                 report("frozen", ranks, which | frozen_while_training(ranks, **which))
         for stage, dtype in ((1, "fp32"), (3, "fp32"), (1, "bf16")):
             report("accumulation", ranks, {"stage": stage, "dtype": dtype} | accumulation(ranks, stage, dtype))
-
+        for stage, dtype in ((1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16")):
+            report("offloaded", ranks, {"stage": stage, "dtype": dtype} | offloaded(ranks, stage, dtype))
         for stage in (1, 3):
             report("router_accumulation", ranks, {"stage": stage} | router_accumulation(ranks, stage))
         for stage, recompute in itertools.product((1, 3), ("selective", "full")):

@@ -48,10 +48,15 @@ def test_other_keys_pass_through_at_every_depth():
     [
         ({"zero_optimization": {"stage": 0}}, r"deepspeed\.zero_optimization\.stage is 0, but .* makes it 1"),
         ({"bf16": {"enabled": False}}, r"deepspeed\.bf16\.enabled is False, but .* makes it True"),
-        ({"gradient_clipping": 3.0}, r"deepspeed\.gradient_clipping"),
+        ({"gradient_clipping": 3.0}, r"deepspeed\.gradient_clipping is 3\.0, but .* makes it 1\.0: remove it"),
+        ({"train_micro_batch_size_per_gpu": 3}, r"deepspeed\.train_micro_batch_size_per_gpu is 3"),
+        ({"gradient_accumulation_steps": 3}, r"deepspeed\.gradient_accumulation_steps is 3"),
+        ({"fp16": {"enabled": True}}, r"deepspeed\.fp16\.enabled is True, but .* makes it False"),
+        ({"zero_force_ds_cpu_optimizer": True}, r"deepspeed\.zero_force_ds_cpu_optimizer is True"),
         ({"optimizer": {"type": "Lion"}}, r"deepspeed\.optimizer: cannot be set here; use train\.lr"),
         ({"scheduler": {}}, r"deepspeed\.scheduler"),
-        ({"train_batch_size": 8}, r"deepspeed\.train_batch_size"),
+        ({"train_batch_size": 8}, r"deepspeed\.train_batch_size: cannot be set here; use train\.micro_batch_size"),
+        ({"amp": {"enabled": True}}, r"deepspeed\.amp: cannot be set here; use train\.dtype"),
         ({"zero_optimization": 3}, r"deepspeed\.zero_optimization: expected a mapping"),
     ],
 )
