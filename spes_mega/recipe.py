@@ -312,6 +312,18 @@ def _layers_text(value: Any) -> Any:
     return text
 
 
+class CheckpointSection(Section):
+    """How a node saves its state, to go on when it is started again; the model itself is also with the hub."""
+
+    every: int = Field(
+        default=100,
+        ge=0,
+        json_schema_extra=LOCAL,
+        description="steps between two checkpoints; one more is written when the node is asked to stop; 0: none at all",
+    )
+    keep_last: Positive = Field(default=2, json_schema_extra=LOCAL, description="checkpoints that are kept")
+
+
 class UpcycleSection(Section):
     """How a dense checkpoint becomes a Mixture-of-Experts. The defaults are the 9B setup of SPES."""
 
@@ -381,6 +393,7 @@ class Recipe(Section):
     spes: SpesSection = SpesSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), json_schema_extra=LOCAL)
     upcycle: UpcycleSection = UpcycleSection()
     deepspeed: dict[str, Any] = Field(
         default={}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config"

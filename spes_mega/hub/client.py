@@ -267,10 +267,14 @@ class HubClient:
         if self._replica is not None:
             self._replica.save_residual(path)
 
-    def restore_residual(self, path: Path) -> None:
-        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged."""
+    def restore_residual(self, path: Path, alone: Collection[str] = ()) -> None:
+        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged.
+
+        `alone` are those of the names that nobody else trains, if this node still has what it made of them: what was
+        lost of these is in its own values, and not in what the hub sent.
+        """
         if self._replica is not None:
-            self._replica.restore_residual(path)
+            self._replica.restore_residual(path, alone)
 
     def close(self) -> None:
         self._channel.close()

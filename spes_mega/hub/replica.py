@@ -155,8 +155,12 @@ class Replica:
                 for start, stop in row_slices(shape):
                     writer.write_rows(name, start, self._residual.rows(name, start, stop))
 
-    def restore_residual(self, path: Path) -> None:
-        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged."""
+    def restore_residual(self, path: Path, alone: Collection[str] = ()) -> None:
+        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged.
+
+        `alone` are those of the names that this node alone trains, and of which it still has its own values.
+        """
+        private = set(alone) if self._terms.averages_experts else set()
         payload = StoredPayload.open(path, str(path))
         try:
             for name, (shape, codec) in payload.forms.items():
@@ -164,7 +168,7 @@ class Replica:
                     raise PayloadError(f"{path}: {name} of shape {shape} in {codec.name} was not expected")
             payload.check_finite()
             for name, shape in payload.shapes.items():
-                for start, stop in row_slices(shape):
+                for start, stop in row_slices(shape) if name not in private else ():
                     self._residual.write(name, start, payload.read_rows(name, start, stop))
         finally:
             payload.close()

@@ -5,6 +5,10 @@ Window w belongs to node w mod num_nodes (`sharding: shared`), or all windows be
 An epoch goes through a node's windows in an order of its own.
 """
 
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 
 from spes_mega.errors import DataError
@@ -12,6 +16,20 @@ from spes_mega.layout.token_stream import Tokens, TokenStream
 from spes_mega.node.checks import training_data
 from spes_mega.node.permutation import Permutation
 from spes_mega.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """A dataset and how it is shared out, wherever it lies."""
+
+    num_tokens: int
+    index_sha256: str
+    sharding: str
+
+    @property
+    def text(self) -> str:
+        index = self.index_sha256[:12]
+        return f"a dataset of {self.num_tokens:,} tokens with index {index}, data.sharding {self.sharding}"
 
 
 class NodeData:
@@ -23,7 +41,7 @@ class NodeData:
         train, shared = recipe.train, recipe.data.sharding == "shared"
         self.seq_len, self.vocab_size, self.seed = train.seq_len, recipe.model.vocab_size, train.seed
         self.micro_batch_size, self.grad_accumulation = train.micro_batch_size, train.grad_accumulation
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.sharding = rank, ranks, recipe.data.sharding
         self.first, self.stride = (node, recipe.spes.num_nodes) if shared else (0, 1)
         windows = max(0, self.stream.num_tokens - 1) // self.seq_len
         self.num_windows = max(0, -(-(windows - self.first) // self.stride))
@@ -33,6 +51,16 @@ class NodeData:
                 f"{self.seq_len} + 1 tokens, none of them for node {node}: use more data or a shorter train.seq_len"
             )
         self._order = (-1, Permutation(1, ""))
+
+    def identity(self) -> DataIdentity:
+        """Raises DataError: the index cannot be read."""
+        path = Path(f"{self.stream.prefix}.idx")
+        try:
+            with path.open("rb") as file:
+                index = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as e:
+            raise DataError(f"{path}: cannot read: {e.strerror}") from e
+        return DataIdentity(self.stream.num_tokens, index, self.sharding)
 
     @property
     def samples_per_step(self) -> int:

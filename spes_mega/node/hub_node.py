@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from spes_mega.errors import CheckpointError, SpesError
 from spes_mega.hub.client import HubClient, Pulled, StaleRoundError
 from spes_mega.layout.names import expert_of
+from spes_mega.node.checkpoint import Checkpoint
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
@@ -24,6 +26,10 @@ T = TypeVar("T")
 
 class HubNode:
     """A `WeightSource` that synchronizes with a hub; all of it runs on all ranks, and rank 0 does the talking."""
+
+    resumes_rounds = True
+    _max_lead = 0
+    """Rounds that a node can be ahead of the hub."""
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class HubNode:
         self._traffic = Traffic()
         self._bytes_before = (0, 0)
         self._here = False
+        self._next_push = 0
 
     def join(self) -> None:
         """Tell the hub that this node is there; it refuses another recipe here, before anything is built."""
@@ -71,9 +78,36 @@ class HubNode:
         assert self._client is not None, "only rank 0 talks to the hub"
         return self._client
 
-    def start(self, weights: LocalModel) -> int:
+    def start(self, weights: LocalModel, checkpoint: Checkpoint | None = None) -> int:
+        """Raises CheckpointError: the hub is not as far as the checkpoint."""
         with self._timed():
-            return self._pull(weights, None)
+            round_ = self._pull(weights, None)
+        if checkpoint is not None:
+            self._ranks.first(lambda: self._take_up(weights.shapes, checkpoint, round_))
+        return round_
+
+    def _take_up(self, names: Collection[str], checkpoint: Checkpoint, round_: int) -> None:
+        """What the pushes of the node's earlier process lost, if no later push can have made up for it."""
+        its = checkpoint.position.round
+        if its > round_ + self._max_lead:
+            raise CheckpointError(
+                f"{checkpoint.path}: a checkpoint of round {its}, but the hub is at round {round_}: is it another "
+                "run's? With --resume never the node begins with a new optimizer state"
+            )
+        if checkpoint.residual is None:
+            return
+        if checkpoint.state.residual_round == round_:
+            self.client.restore_residual(checkpoint.residual, self._alone(names) if its == round_ else ())
+        else:
+            self._say("what earlier pushes lost by rounding is not known any more, and counts as nothing")
+
+    def save_residual(self, path: Path) -> int | None:
+        self.client.save_residual(path)
+        return self._next_push if path.exists() else None
+
+    def _alone(self, names: Collection[str]) -> list[str]:
+        mine = pushed_names(names, self._ownership, self._node, expert_of)
+        return private_names(mine, self._ownership, self._node, expert_of)
 
     def exchange(self, weights: LocalModel, round_: int, tokens: int) -> int:
         with self._timed():
@@ -86,7 +120,7 @@ class HubNode:
     def _push(self, weights: LocalModel, round_: int, tokens: int) -> bool:
         """Send what this node trains; False if the round was closed already."""
         names = pushed_names(weights.shapes, self._ownership, self._node, expert_of)
-        alone = private_names(names, self._ownership, self._node, expert_of)
+        alone = self._alone(names)
         stale = False
 
         def push(shapes: Shapes, tensors: Tensors) -> None:
@@ -94,6 +128,7 @@ class HubNode:
             try:
                 with self._stop.interruptible():
                     self.client.push(round_, shapes, tensors, tokens, alone)
+                self._next_push = round_ + 1
             except StaleRoundError:
                 stale = True
 
@@ -121,6 +156,7 @@ class HubNode:
         finally:
             if pulled is not None:
                 pulled.close()
+        self._next_push = round_
         return round_
 
     def _replace(

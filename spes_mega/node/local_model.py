@@ -1,12 +1,13 @@
 """A node's model with the engine that trains it, and how it comes to train other experts."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from torch import nn
 
 from spes_mega.layout.names import expert_of
 from spes_mega.model import build
@@ -27,17 +28,30 @@ class LocalModel(NodeWeights):
     """
 
     def __init__(
-        self, recipe: Recipe, owned: tuple[int, ...], ranks: Ranks, stop: StopRequest, spool_dir: Path
+        self,
+        recipe: Recipe,
+        owned: tuple[int, ...],
+        ranks: Ranks,
+        stop: StopRequest,
+        spool_dir: Path,
+        steps: Steps | None = None,
     ) -> None:
         """`spool_dir` needs room for the optimizer's moments while experts change hands.
 
+        `steps` are those of moments that will be assigned (`assign_moments`).
         Raises RecipeError, on all ranks.
         """
         self.recipe, self.owned = recipe, owned
         self._spool_dir = spool_dir
         gpt = ranks.agree(lambda: build(recipe, owned))
-        self.engine: Any = ranks.agree(lambda: create_engine(recipe, gpt))
         super().__init__(gpt, recipe.model, ranks, stop)
+        age = self._ages(steps or {})
+        self.engine: Any = ranks.agree(lambda: create_engine(recipe, gpt, age))
+
+    @property
+    def trained(self) -> list[str]:
+        """Canonical names of what is trained here."""
+        return [name for entry in self.map.entries if entry.parameter.requires_grad for name in entry.names]
 
     @property
     def gpt(self) -> GPTModel:
@@ -90,9 +104,13 @@ class LocalModel(NodeWeights):
     def _rebuild(self, owned: tuple[int, ...], steps: Steps) -> None:
         gpt = self._ranks.agree(lambda: build(self.recipe, owned))
         self.map = WeightMap(self.recipe.model, gpt)
-        age = {id(entry.parameter): steps.get(entry.names[0], 0) for entry in self.map.entries}
-        self.engine = self._ranks.agree(lambda: create_engine(self.recipe, gpt, lambda p: age[id(p)]))
+        age = self._ages(steps)
+        self.engine = self._ranks.agree(lambda: create_engine(self.recipe, gpt, age))
         self.owned = owned
+
+    def _ages(self, steps: Steps) -> Callable[[nn.Parameter], int]:
+        ages = {id(entry.parameter): steps.get(entry.names[0], 0) for entry in self.map.entries}
+        return lambda parameter: ages[id(parameter)]
 
 
 def _moments(spool: TensorSpool | None, name: str) -> Moments:

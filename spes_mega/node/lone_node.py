@@ -6,6 +6,7 @@ import torch
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
+from spes_mega.node.checkpoint import Checkpoint
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.weight_source import Traffic
 from spes_mega.node.weights import NodeWeights, Shapes, Tensors
@@ -18,6 +19,8 @@ class LoneNode:
     def __init__(self, recipe: Recipe, ranks: Ranks, out: Path, init: Path | None) -> None:
         self._recipe, self._ranks, self._out, self._init = recipe, ranks, out, init
 
+    resumes_rounds = True
+
     @property
     def result(self) -> str:
         return f"the model is {self._out / 'final'}"
@@ -26,22 +29,27 @@ class LoneNode:
     def owned(self) -> tuple[int, ...]:
         return tuple(range(self._recipe.model.num_experts))
 
-    def start(self, weights: NodeWeights) -> int:
+    def start(self, weights: NodeWeights, checkpoint: Checkpoint | None = None) -> int:
         """Raises CheckpointError: OUT holds a result already, or `init` is not the recipe's model."""
         self._ranks.first(self._check_out)
+        if checkpoint is not None:
+            return checkpoint.position.round  # it holds all weights
         model, seed = self._recipe.model, self._recipe.train.seed
         if self._init is None:
             weights.assign(weights.shapes, lambda name: initial_tensor(model, name, weights.shapes[name], seed))
             return 0
         init = self._init
         self._ranks.first(lambda: check_checkpoint(init, self._recipe))
-        with open_checkpoint(init) as checkpoint:
-            weights.assign(weights.shapes, checkpoint.read)
+        with open_checkpoint(init) as source:
+            weights.assign(weights.shapes, source.read)
         return 0
 
     def _check_out(self) -> None:
         if (final := self._out / "final").exists():
             raise CheckpointError(f"{final}: an earlier run's result is there: choose another --out, or remove it")
+
+    def save_residual(self, path: Path) -> None:
+        """Nothing is pushed, and nothing lost."""
 
     def exchange(self, weights: NodeWeights, round_: int, tokens: int) -> int:
         return round_ + 1

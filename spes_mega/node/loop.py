@@ -3,19 +3,24 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spes_mega.errors import SpesError
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
+from spes_mega.node.saver import Saver
+from spes_mega.node.stop import Stopped
 from spes_mega.node.trainer import Trainer
-from spes_mega.node.weight_source import WeightSource
+from spes_mega.node.weight_source import Position, WeightSource
 from spes_mega.recipe import Recipe
 
 
 @dataclass
 class NodeRun:
-    """Everything that a run needs; runs on all ranks. `report` and `metrics` are None on all but the first."""
+    """Everything that a run needs; runs on all ranks.
+
+    `report` and `metrics` are None on all but the first; `saver` on all, if no checkpoints are wanted.
+    """
 
     recipe: Recipe
     trainer: Trainer
@@ -23,37 +28,67 @@ class NodeRun:
     source: WeightSource
     report: ConsoleReport | None
     metrics: MetricsFile | None
+    saver: Saver | None = None
+    _at: Position = field(init=False)
+    _saved: Position = field(init=False)
 
-    def run(self, round_: int) -> None:
-        """Train from the start of `round_` to `train.steps`.
+    def run(self, begin: Position) -> None:
+        """Train from there to `train.steps`.
 
         Raises whatever the node's data or the hub raise, on all ranks; Stopped after Ctrl-C or SIGTERM.
         """
-        while (step := self.recipe.step_at(round_)) < self.recipe.train.steps:
-            round_ = self._round(round_, step)
+        self._at = self._saved = begin
+        try:
+            while self.recipe.step_at(self._at.round) < self.recipe.train.steps:
+                self._round()
+        except Stopped:
+            self._save()
+            raise
         self.source.finish(self.weights)
 
-    def _round(self, round_: int, done: int) -> int:
-        """Train `round_` after `done` steps, and exchange; returns the round of the weights then held."""
-        last = self.recipe.step_at(round_ + 1)
-        for step in range(done + 1, last):
-            self._log(self.trainer.step(step, round_))
-        with self._logged_at_the_end(self.trainer.step(last, round_)):
+    def _round(self) -> None:
+        """Train what is left of the open round, and exchange."""
+        round_, last = self._at.round, self.recipe.step_at(self._at.round + 1)
+        while self._at.step < last - 1:
+            self._log(self._step())
+            self._save_if_due()
+        with self._logged_at_the_end(self._step() if self._at.step < last else None):
             if self.report is not None:
                 self.report.status("synchronizing")
-            return self.source.exchange(self.weights, round_, (last - done) * self.trainer.tokens_per_step)
+            round_ = self.source.exchange(self.weights, round_, self._at.tokens)
+        self._at = Position(round_, self.recipe.step_at(round_))
+        self._save_if_due()
+
+    def _step(self) -> StepMetrics:
+        step, round_ = self._at.step + 1, self._at.round
+        metrics = self.trainer.step(step, round_)
+        self._check(metrics)
+        self._at = Position(round_, step, self._at.tokens + self.trainer.tokens_per_step)
+        return metrics
+
+    def _save_if_due(self) -> None:
+        every = self.recipe.checkpoint.every
+        if every and self._at.step // every > self._saved.step // every:
+            self._save()
+
+    def _save(self) -> None:
+        if self.saver is not None and self._at != self._saved:
+            self.saver.save(self.weights, self._at, self.source)
+            self._saved = self._at
 
     @contextmanager
-    def _logged_at_the_end(self, metrics: StepMetrics) -> Iterator[None]:
-        """The line of a round's last step comes after the exchange, whose cost it carries, even if that fails."""
-        self._check(metrics)
+    def _logged_at_the_end(self, metrics: StepMetrics | None) -> Iterator[None]:
+        """The line of a round's last step comes after the exchange, whose cost it carries, even if that fails.
+
+        It is None if an earlier process has taken that step.
+        """
         try:
             yield
         finally:
-            self._log(metrics)
+            if metrics is not None:
+                self._log(metrics)
 
     def _log(self, metrics: StepMetrics) -> None:
-        self._check(metrics)
         traffic = self.source.take_traffic()
         metrics.sync_seconds = traffic.seconds
         metrics.bytes_up, metrics.bytes_down = traffic.bytes_up, traffic.bytes_down

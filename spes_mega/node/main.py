@@ -66,13 +66,14 @@ class _Node:
 
     def run(self) -> None:
         from spes_mega.node.data import NodeData
+        from spes_mega.node.resume import Resume
 
         data = self.ranks.agree(
             lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
         )
         self.ranks.first(lambda: self.options.out.mkdir(parents=True, exist_ok=True))
-        with self._source() as source:
-            self._train(data, source)
+        with Resume(self.recipe, self.options, data, self.ranks, self.say) as resume, self._source() as source:
+            self._train(data, source, resume)
 
     @contextmanager
     def _source(self) -> Iterator[Any]:
@@ -117,25 +118,26 @@ class _Node:
         spes = self.recipe.spes
         return ownership_of(self.recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
-    def _train(self, data: Any, source: Any) -> None:
+    def _train(self, data: Any, source: Any, resume: Any) -> None:
         from spes_mega.node.local_model import LocalModel
         from spes_mega.node.loop import NodeRun
         from spes_mega.node.metrics import MetricsFile
         from spes_mega.node.trainer import Trainer
 
-        model = LocalModel(self.recipe, source.owned, self.ranks, self.stop, self.options.out)
+        steps = resume.steps(source.owned)
+        model = LocalModel(self.recipe, source.owned, self.ranks, self.stop, self.options.out, steps)
         self.say(_describe(model, self.ranks))
-        round_ = source.start(model)
+        begin = resume.take_up(model, source)
         trainer = Trainer(self.recipe, model, data, self.ranks, self.stop)
         metrics = None
 
         def open_metrics() -> None:
             nonlocal metrics
-            metrics = MetricsFile(self.options.out / "metrics.jsonl", self.recipe.step_at(round_))
+            metrics = MetricsFile(self.options.out / "metrics.jsonl", begin.step)
 
         self.ranks.first(open_metrics)
-        with self.report or nullcontext(), metrics or nullcontext():
-            NodeRun(self.recipe, trainer, model, source, self.report, metrics).run(round_)
+        with self.report or nullcontext(), metrics or nullcontext(), resume.saver(model, begin, source) as saver:
+            NodeRun(self.recipe, trainer, model, source, self.report, metrics, saver).run(begin)
             self.say("finished; " + source.result)
 
 

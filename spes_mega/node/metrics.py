@@ -45,7 +45,9 @@ class MetricsFile:
         if done_steps == 0 and path.is_file() and path.stat().st_size:
             path.replace(path.with_name(f"{path.name}.old"))
         kept = _lines_up_to(path, done_steps)
-        path.write_text("".join(kept), encoding="utf-8")
+        rewritten = path.with_name(f"{path.name}.new")
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        rewritten.replace(path)  # a node that is killed meanwhile keeps its lines
         self._stream: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:

@@ -25,6 +25,8 @@ class NodeOptions:
     keys: Path | None
     token_file: Path | None
     insecure: bool
+    resume: str
+    """auto, never, or the path of a checkpoint."""
     overrides: tuple[str | Path, ...]
     """As `load_recipe` takes them: overlays, then settings."""
 
@@ -54,6 +56,7 @@ class NodeOptions:
             "--init": self.init,
             "--keys": self.keys,
             "--token-file": self.token_file,
+            "--resume": self.resume,
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
         insecure = ["--insecure"] if self.insecure else []
@@ -75,6 +78,13 @@ def node_options(command: Command) -> Command:
             click.option("--keys", type=path, metavar="DIR", help="this node's keys: TLS, and its token"),
             click.option("--token-file", type=path, help="a token that all nodes share  [default: $SPES_MEGA_TOKEN]"),
             click.option("--insecure", is_flag=True, help="speak to a hub on another machine without TLS"),
+            click.option(
+                "--resume",
+                default="auto",
+                show_default=True,
+                metavar="auto|never|PATH",
+                help="checkpoint to go on from; auto: the newest in OUT/checkpoints",
+            ),
             click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field"),
         )
     ):

@@ -42,7 +42,12 @@ class OverlappingHubNode(HubNode):
     came too late is dropped, as without overlap; what was trained after it is kept. When experts change hands, a node
     drops what it trained meanwhile of those that it gives up, and pushes its new ones as they are published: it has not
     trained them yet.
+
+    A node that is started again begins its round from the hub's state: what it held was the outcome of a round before.
     """
+
+    resumes_rounds = False
+    _max_lead = 1
 
     def __init__(self, *arguments: Any, num_rounds: int, spool_dir: Path, **options: Any) -> None:
         """As a HubNode; `spool_dir` needs room for three copies of what the node trains, in fp32."""
@@ -134,6 +139,9 @@ class OverlappingHubNode(HubNode):
 
     def _trained(self, weights: LocalModel) -> list[str]:
         return pushed_names(weights.shapes, self._ownership, self._node, expert_of)
+
+    def save_residual(self, path: Path) -> None:
+        """It belongs to the push that is under way, of which nobody knows whether the hub will take it."""
 
     def leave(self) -> None:
         if self._flight is not None:  # before the goodbye: whoever calls the hub after it takes part again

@@ -96,6 +96,12 @@ class Ranks:
         dist.all_reduce(total, group=self._group)
         return total
 
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The uint8 `values`, of one size, of every rank."""
+        everyone = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(everyone, values, group=self._group)
+        return everyone
+
     def _go_on(self, report: Report | None) -> None:
         if self.size > 1:
             report = self._broadcast(report, source=0)

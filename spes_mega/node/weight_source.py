@@ -1,9 +1,22 @@
 """What the training loop needs of the world outside the node: where weights come from, and where they go."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from spes_mega.node.local_model import LocalModel
+
+if TYPE_CHECKING:
+    from spes_mega.node.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a node is: `step` steps are done, of which those of the open `round` had `tokens` tokens."""
+
+    round: int
+    step: int
+    tokens: int = 0
 
 
 @dataclass
@@ -26,8 +39,21 @@ class WeightSource(Protocol):
     def owned(self) -> tuple[int, ...]:
         """Experts that the node trains at present."""
 
-    def start(self, weights: LocalModel) -> int:
-        """Fill the weights; returns the round that they belong to."""
+    def start(self, weights: LocalModel, checkpoint: "Checkpoint | None" = None) -> int:
+        """Fill the weights; returns the round that they belong to.
+
+        If that is the round of the checkpoint, and `resumes_rounds`, its weights are still to be laid over them.
+        """
+
+    @property
+    def resumes_rounds(self) -> bool:
+        """Whether a node can go on in the midst of a round from what it held there."""
+
+    def save_residual(self, path: Path) -> int | None:
+        """On rank 0: write what pushes lost so far; returns the round whose push it belongs into.
+
+        None, and no file, if pushes lose nothing.
+        """
 
     def exchange(self, weights: LocalModel, round_: int, tokens: int) -> int:
         """Close `round_`, trained on `tokens` tokens; returns the round of the weights afterwards.

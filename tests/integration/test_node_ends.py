@@ -37,7 +37,7 @@ def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, star
     assert psutil.wait_procs(family, timeout=1)[1] == []
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["checkpoints", "metrics.jsonl"]
     with HubClient.for_recipe(load_recipe(recipe), hub.address, 0) as client:
         (status,) = [n for n in client.status()["nodes"] if n["node"] == 1]
         assert status["state"] == "left"

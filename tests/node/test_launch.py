@@ -38,7 +38,7 @@ def test_options_survive_the_way_through_the_launcher():
     options = parse(
         "r.yaml", "--node", "3", "--hub", "h:1", "--token-file", "t", "--insecure", "--set", "a.b=1", "--set", "c=[2]"
     )
-    assert options.out == Path("runs/node-3")
+    assert (options.out, options.resume) == (Path("runs/node-3"), "auto")
     assert options.overrides == ("a.b=1", "c=[2]")
     assert parse(*options.arguments()) == options
     keyed = parse("r.yaml", "--hub", "h:1", "--keys", "k")
@@ -47,8 +47,8 @@ def test_options_survive_the_way_through_the_launcher():
     overlaid = parse("r.yaml", "--set", "a.b=1", "--overlay", "all.yaml")
     assert overlaid.overrides == (Path("all.yaml"), "a.b=1")
     assert parse(*overlaid.arguments()) == overlaid
-    alone = parse("r.yaml", "--init", "dir", "--out", "here")
-    assert (alone.node, alone.hub) == (0, None)
+    alone = parse("r.yaml", "--init", "dir", "--out", "here", "--resume", "never")
+    assert (alone.node, alone.hub, alone.resume) == (0, None, "never")
     assert parse(*alone.arguments()) == alone
 
 

@@ -8,7 +8,8 @@ import pytest
 from spes_mega.errors import DeadlineError, SpesError
 from spes_mega.node.loop import NodeRun
 from spes_mega.node.metrics import MetricsFile, StepMetrics
-from spes_mega.node.weight_source import Traffic
+from spes_mega.node.stop import Stopped
+from spes_mega.node.weight_source import Position, Traffic
 from spes_mega.recipe import Recipe
 
 MODEL = {
@@ -22,11 +23,14 @@ class Notes:
 
     tokens_per_step = 10
 
-    def __init__(self, next_rounds=None, loss=1.0):
+    def __init__(self, next_rounds=None, loss=1.0, stop_at=None):
+        self.stop_at = stop_at
         self.events, self.next_rounds, self.loss = [], next_rounds or {}, loss
         self.traffic = Traffic()
 
     def step(self, step, round_):
+        if step == self.stop_at:
+            raise Stopped(15)
         self.events.append(f"step {step} of round {round_}")
         return StepMetrics(
             step=step, round=round_, lm_loss=self.loss, aux_loss=0.0, z_loss=0.0, logit_z_loss=0.0, grad_norm=1.0,
@@ -44,15 +48,20 @@ class Notes:
     def finish(self, weights):
         self.events.append("finish")
 
+    def save(self, model, at, source):
+        self.events.append(f"save {at.round} {at.step} {at.tokens}")
+
     def take_traffic(self):
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
 
-def run(tmp_path, notes, round_=0):
-    recipe = Recipe.model_validate({"model": MODEL, "spes": {"sync_every": 2}, "train": {"steps": 5}})
+def run(tmp_path, notes, round_=0, begin=None, every=100):
+    raw = {"model": MODEL, "spes": {"sync_every": 2}, "train": {"steps": 5}, "checkpoint": {"every": every}}
+    recipe = Recipe.model_validate(raw)
+    begin = begin or Position(round_, recipe.step_at(round_))
     with MetricsFile(tmp_path / "metrics.jsonl", 0) as metrics:
-        NodeRun(recipe, notes, None, notes, None, metrics).run(round_)
+        NodeRun(recipe, notes, None, notes, None, metrics, notes).run(begin)
 
 
 def written(tmp_path):
@@ -95,3 +104,43 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_sent(tmp_path
     with pytest.raises(SpesError, match="step 1: the loss is nan"):
         run(tmp_path, notes)
     assert notes.events == ["step 1 of round 0"]
+
+
+def saves(notes):
+    return [event.removeprefix("save ") for event in notes.events if event.startswith("save")]
+
+
+def test_checkpoints_are_written_when_due_and_at_the_end_of_a_round_after_the_exchange(tmp_path):
+    notes = Notes()
+    run(tmp_path, notes, every=1)
+    assert saves(notes) == ["0 1 10", "1 2 0", "1 3 10", "2 4 0", "3 5 0"]
+    assert notes.events[2:5] == ["step 2 of round 0", "exchange 0 after 20 tokens", "save 1 2 0"]
+    skipping = Notes(next_rounds={0: 2})  # others were faster: step 3 never comes
+    run(tmp_path, skipping, every=3)
+    assert saves(skipping) == ["2 4 0"]
+
+
+def test_one_who_is_stopped_writes_where_it_is(tmp_path):
+    in_mid_round, in_the_exchange = Notes(stop_at=4), Notes(next_rounds={1: Stopped(15)})
+    for notes, expected in ((in_mid_round, "1 3 10"), (in_the_exchange, "1 4 20")):
+        with pytest.raises(Stopped):
+            run(tmp_path, notes)
+        assert notes.events[-1] == f"save {expected}"
+    unchanged = Notes(stop_at=3)
+    with pytest.raises(Stopped):
+        run(tmp_path, unchanged, round_=1)
+    assert unchanged.events == []
+    already = Notes(stop_at=4)
+    with pytest.raises(Stopped):
+        run(tmp_path, already, every=3)
+    assert saves(already) == ["1 3 10"]
+
+
+def test_a_round_goes_on_in_its_midst_with_the_tokens_that_it_has(tmp_path):
+    notes = Notes()
+    run(tmp_path, notes, begin=Position(1, 3, 7))
+    assert notes.events[:2] == ["step 4 of round 1", "exchange 1 after 17 tokens"]
+    before_the_exchange = Notes()
+    run(tmp_path, before_the_exchange, begin=Position(1, 4, 20))
+    assert before_the_exchange.events[:2] == ["exchange 1 after 20 tokens", "step 5 of round 2"]
+    assert [row[0] for row in written(tmp_path)] == [5]

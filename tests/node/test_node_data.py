@@ -135,3 +135,17 @@ def test_a_dataset_that_is_missing_damaged_or_unnamed(tmp_path, prefix):
     (tmp_path / "data.idx").write_bytes(json.dumps({}).encode())
     with pytest.raises(DataError, match=r"data\.idx: not the index"):
         TokenStream(prefix)
+
+
+def test_a_dataset_is_known_wherever_it_lies_and_others_are_not(tmp_path):
+    documents = [list(range(9)), list(range(8))]
+
+    def identity(folder, documents, **options):
+        (tmp_path / folder).mkdir()
+        return NodeData(recipe_for(write_dataset(tmp_path / folder / "d", documents), **options), 0).identity()
+
+    mine = identity("a", documents)
+    assert mine.num_tokens == 17
+    assert identity("b", documents) == mine
+    assert identity("c", documents[::-1]) != mine
+    assert identity("d", documents, sharding="own") != mine

@@ -1,0 +1,172 @@
+"""What a node needs to go on where it was: its state by canonical tensor name, for any ZeRO stage, precision and ranks.
+
+The directory's files are described in `checkpoint_files`.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
+from spes_mega.node.checkpoint_files import Shelf, read_state
+from spes_mega.node.data import DataIdentity, NodeData
+from spes_mega.node.moments import KEYS, Moments
+from spes_mega.node.weight_source import Position
+from spes_mega.recipe import Recipe
+
+WEIGHTS, MOMENTS, RNG, RESIDUAL = (f"{name}.safetensors" for name in ("weights", "moments", "rng", "residual"))
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Identity(_Frozen):
+    """What a node must have in common with the one that wrote a checkpoint."""
+
+    node: int
+    recipe: str
+    """Its digest."""
+    seed: int
+    data: DataIdentity
+
+    @classmethod
+    def of(cls, recipe: Recipe, node: int, data: NodeData) -> "Identity":
+        return cls(node=node, recipe=recipe.digest(), seed=recipe.train.seed, data=data.identity())
+
+
+class CheckpointState(_Frozen):
+    """`state.json`."""
+
+    format: Literal[1] = 1
+    identity: Identity
+    position: Position
+    owned: tuple[int, ...]
+    steps: dict[str, int]
+    """How often Adam has updated each tensor of `moments.safetensors`."""
+    residual_round: int | None
+    """The round whose push the residual belongs into; None without lossy codecs."""
+    ranks: int
+    zero_stage: int
+    dtype: str
+
+
+class Checkpoint:
+    """A checkpoint that is whole. Its state is known on all ranks; tensors are read on rank 0."""
+
+    def __init__(self, path: Path, state: CheckpointState) -> None:
+        self.path, self.state = path, state
+        self._files: dict[str, SafetensorsFile] = {}
+        self._stack = ExitStack()
+
+    @property
+    def position(self) -> Position:
+        return self.state.position
+
+    @property
+    def names(self) -> list[str]:
+        """Tensors whose weights it holds."""
+        return list(self._file(WEIGHTS).tensors)
+
+    @property
+    def residual(self) -> Path | None:
+        """The file with what pushes to the hub lost so far."""
+        return None if self.state.residual_round is None else self.path / RESIDUAL
+
+    def read(self, name: str) -> torch.Tensor:
+        """The fp32 value of a tensor. Raises CheckpointError."""
+        return self._read(WEIGHTS, name)
+
+    def moments(self, name: str) -> Moments:
+        """Adam's moments of a tensor named in `state.steps`. Raises CheckpointError."""
+        return Moments(*(self._read(MOMENTS, f"{name} {key}") for key in KEYS))
+
+    def random_state(self, rank: int) -> torch.Tensor | None:
+        """What `random_state()` gave on that rank; None if there was none."""
+        name = f"rank-{rank}"
+        return self._read(RNG, name) if name in self._file(RNG).tensors else None
+
+    def _file(self, file: str) -> SafetensorsFile:
+        if file not in self._files:
+            opened = open_tensor_file(self.path / file)
+            assert isinstance(opened, SafetensorsFile)
+            self._stack.callback(opened.close)
+            self._files[file] = opened
+        return self._files[file]
+
+    def _read(self, file: str, name: str) -> torch.Tensor:
+        if (info := self._file(file).tensors.get(name)) is None:
+            raise CheckpointError(f"{self.path / file}: has no {name}")
+        return self._file(file).read_rows(name, 0, info.shape[0])
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def check(self, mine: Identity) -> None:
+        """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which."""
+        its = self.state.identity
+        for what, theirs, own, cure in (
+            ("of node {}", its.node, mine.node, "each node needs an --out of its own"),
+            ("with train.seed {}", its.seed, mine.seed, "set it back"),
+            ("of a recipe with digest {}", its.recipe[:12], mine.recipe[:12], "set the fields that are not local back"),
+            ("with {}", its.data.text, mine.data.text, "give the dataset of before"),
+        ):
+            if theirs != own:
+                raise CheckpointError(
+                    f"{self.path}: a checkpoint {what.format(theirs)}, but this is one {what.format(own)}: {cure}, "
+                    "or begin anew with --resume never"
+                )
+
+
+def open_checkpoint_directory(path: Path) -> Checkpoint:
+    """Raises CheckpointError: `path` is not a checkpoint of a node, or its files are not what was written."""
+    raw = read_state(path)
+    try:
+        state = CheckpointState.model_validate(raw)
+    except ValidationError as e:
+        fault = e.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise CheckpointError(f"{path}: of another version of spes-mega? {where}: {fault['msg']}") from e
+    return Checkpoint(path, state)
+
+
+def find_checkpoint(resume: str, folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """What `--resume` means: the newest whole checkpoint in `folder` (auto), none (never), or that of a path.
+
+    Raises:
+        CheckpointError: the path is not a whole checkpoint, or there are checkpoints, and none is whole.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return open_checkpoint_directory(Path(resume))
+    paths = Shelf(folder).newest_first()
+    for path in paths:
+        try:
+            return open_checkpoint_directory(path)
+        except CheckpointError as e:
+            say(f"cannot go on from a checkpoint: {e}")
+    if paths:
+        raise CheckpointError(f"{folder}: no checkpoint is whole; begin anew with --resume never")
+    return None
+
+
+def random_state() -> torch.Tensor:
+    """State of this rank's generators: uint8, of one size on all ranks of a node."""
+    parts = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_rng_state())
+    return torch.cat(parts)
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Back to what `random_state` gave; on a machine with other devices, as far as it goes."""
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if torch.cuda.is_available() and state.numel() > size:
+        torch.cuda.set_rng_state(state[size:].clone())

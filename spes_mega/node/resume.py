@@ -1,0 +1,140 @@
+"""How a node that is started again takes up what its checkpoint has."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from spes_mega.errors import RecipeError
+from spes_mega.layout.names import expert_of
+from spes_mega.node.checkpoint import Checkpoint, CheckpointState, Identity, find_checkpoint, set_random_state
+from spes_mega.node.data import NodeData
+from spes_mega.node.local_model import LocalModel
+from spes_mega.node.moments import AdamState, Steps, assign_moments
+from spes_mega.node.options import NodeOptions
+from spes_mega.node.ranks import Ranks
+from spes_mega.node.saver import Saver
+from spes_mega.node.stop import Stopped
+from spes_mega.node.weight_source import Position, WeightSource
+from spes_mega.outer.ownership import ranges
+from spes_mega.recipe import Recipe
+
+
+class Resume:
+    """The checkpoint that a node goes on from, if any, and the checkpoints that it writes; on all ranks."""
+
+    def __init__(
+        self, recipe: Recipe, options: NodeOptions, data: NodeData, ranks: Ranks, say: Callable[[str], None]
+    ) -> None:
+        """Raises CheckpointError, on all ranks: see `find_checkpoint` and `Checkpoint.check`."""
+        self._recipe, self._ranks, self._say = recipe, ranks, say
+        self._folder = options.out / "checkpoints"
+        self._identity: Identity | None = None
+        self._checkpoint: Checkpoint | None = None
+
+        def find() -> Any:
+            self._identity = Identity.of(recipe, options.node, data)
+            self._checkpoint = find_checkpoint(options.resume, self._folder, say)
+            if (found := self._checkpoint) is None:
+                return None
+            found.check(self._identity)
+            return str(found.path), found.state.model_dump(mode="json")
+
+        found = ranks.first(find)
+        if found is not None and self._checkpoint is None:
+            self._checkpoint = Checkpoint(Path(found[0]), CheckpointState.model_validate(found[1]))
+
+    def steps(self, owned: tuple[int, ...]) -> Steps:
+        """How often Adam has updated what a model with these experts trains, for `LocalModel`."""
+        if self._checkpoint is None:
+            return {}
+        steps = self._checkpoint.state.steps
+        return {name: count for name, count in steps.items() if (k := expert_of(name)) is None or k.expert in owned}
+
+    def take_up(self, model: LocalModel, source: WeightSource) -> Position:
+        """Fill the model, made with `steps`, and its optimizer; returns where training begins.
+
+        Raises CheckpointError, and whatever the source raises.
+        """
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            round_ = source.start(model)
+            return Position(round_, self._recipe.step_at(round_))
+        assign_moments(model.engine, model.map.entries, self._ranks, self.steps(model.owned), checkpoint.moments)
+        self._say_change(model.owned)
+        round_ = source.start(model, checkpoint)
+        self._ranks.agree(self._restore_random_state)
+        at = checkpoint.position
+        if round_ != at.round or not source.resumes_rounds:
+            self._say(
+                f"goes on at round {round_} with the hub's weights, and the optimizer's state after step {at.step} "
+                f"({checkpoint.path})"
+            )
+            return Position(round_, self._recipe.step_at(round_))
+        trained = set(model.trained)
+        model.assign(self._ranks.first(lambda: [n for n in checkpoint.names if n in trained]), checkpoint.read)
+        self._say(f"goes on after step {at.step}, in round {at.round} ({checkpoint.path})")
+        return at
+
+    def _say_change(self, owned: tuple[int, ...]) -> None:
+        assert self._checkpoint is not None
+        before = set(self._checkpoint.state.owned)
+        if new := sorted(set(owned) - before):
+            kept = ranges(sorted(before.intersection(owned))) or "none"
+            self._say(f"owns other experts than in the checkpoint: moments of {kept} kept, of {ranges(new)} begin at 0")
+
+    def _restore_random_state(self) -> None:
+        assert self._checkpoint is not None
+        if (state := self._checkpoint.random_state(self._ranks.rank)) is not None:
+            set_random_state(state)
+
+    @contextmanager
+    def saver(self, model: LocalModel, begin: Position, source: WeightSource) -> Iterator[Saver | None]:
+        """What writes the checkpoints, if the recipe asks for any. At the end, waits until the last is written.
+
+        Raises RecipeError: the optimizer's state cannot be saved.
+        """
+        if not self._recipe.checkpoint.every:
+            yield None
+            return
+        self._ranks.agree(lambda: _check_state(model.engine))
+        saver = Saver(self._recipe, self._identity, self._ranks, self._folder)
+        last = self._last_of_ours()
+        if begin.step < last:  # the steps in between come again; what is known now must not be lost meanwhile
+            saver.save(model, begin, source)
+            saver.close()
+            last = begin.step
+        self._ranks.first(lambda: self._set_aside(saver, last))
+        try:
+            yield saver
+        except Stopped:
+            saver.close()
+            raise
+        saver.close()
+
+    def _last_of_ours(self) -> int:
+        """Step of the last checkpoint in this node's folder that belongs to this run; -1 if none does."""
+        used = self._checkpoint
+        ours = used is not None and used.path.resolve().parent == self._folder.resolve()
+        return used.position.step if used is not None and ours else -1
+
+    def _set_aside(self, saver: Saver, last: int) -> None:
+        if aside := saver.begin_at(last):
+            self._say(f"checkpoints that this run does not go on from are now in {aside}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+
+def _check_state(engine: Any) -> None:
+    try:
+        AdamState(engine)
+    except RecipeError as e:
+        raise RecipeError(f"{e}, nor saved: set checkpoint.every to 0") from e

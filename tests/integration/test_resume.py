@@ -1,0 +1,133 @@
+"""Real processes, killed or stopped in mid-run and started again, against runs that nobody disturbed.
+
+All stages and precisions, in one process: test_resume_exactness.py.
+"""
+
+import re
+import signal
+from itertools import count
+
+import pytest
+import torch
+
+from integration.processes import launch
+from integration.test_lone_node import figures, weights
+
+STEPS = 9
+# stage, dtype, and the steps after which it is killed; `checkpoint.every` is 2
+CASES = {"zero1-fp32": (1, "fp32", (5,)), "zero3-bf16": (3, "bf16", (5,))}
+
+
+def kill(node):
+    for process in node.family():
+        process.send_signal(signal.SIGKILL)
+    node.wait()
+
+
+def checkpoints(out):
+    folder = out / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.fixture(scope="module")
+def recipe_of(tmp_path_factory, write_recipe):
+    folder, numbers = tmp_path_factory.mktemp("recipes"), count()
+
+    def make(stage, dtype, every=2, spes=None, **train):
+        # without this every parameter is so small that ZeRO-3 leaves it whole
+        more = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
+        train = {"steps": STEPS, "dtype": dtype, "zero_stage": stage} | train
+        sections = {"train": train, "checkpoint": {"every": every}, "deepspeed": more, "spes": spes or {}}
+        return write_recipe(folder, f"r{next(numbers)}", **sections)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run_pair(tmp_path_factory, recipe_of):
+    done = {}
+
+    def run(case):
+        if case not in done:
+            done[case] = run_both(tmp_path_factory.mktemp(case), recipe_of, *CASES[case])
+        return done[case]
+
+    return run
+
+
+@pytest.fixture(params=CASES)
+def pair(request, run_pair):
+    return run_pair(request.param)
+
+
+@pytest.fixture
+def plain(run_pair):
+    return run_pair("zero1-fp32")
+
+
+def run_both(folder, recipe_of, stage, dtype, ends):
+    """Folder with `whole`, the run of one process, and `killed`, that of several, all but the last of them killed."""
+    recipe = recipe_of(stage, dtype)
+    whole = launch(recipe, "--out", folder / "whole")
+    try:
+        whole.succeed()
+        for number, step in enumerate(ends):
+            node = launch(recipe, "--out", folder / "killed")
+            node.wait_for(f"step {step}/")
+            kill(node)
+            (folder / f"output-{number}").write_text(node.output)
+        node = launch(recipe, "--out", folder / "killed").succeed()
+        (folder / "output").write_text(node.output)
+    finally:
+        node.end()
+        whole.end()
+    return folder
+
+
+def test_a_killed_node_ends_where_an_undisturbed_one_does(pair):
+    assert [row["step"] for row in figures(pair / "whole")] == list(range(1, STEPS + 1))
+    assert figures(pair / "killed") == figures(pair / "whole")
+    expected, found = weights(pair / "whole/final"), weights(pair / "killed/final")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_it_went_on_from_a_checkpoint_each_time(pair):
+    outputs = [path.read_text() for path in sorted(pair.glob("output-*"))] + [(pair / "output").read_text()]
+    assert "goes on after step" not in outputs[0]
+    for output in outputs[1:]:
+        assert re.search(r"goes on after step [246], in round [0123] ", output)
+        assert "step 1/9" not in output
+    assert checkpoints(pair / "killed") == ["step-000006", "step-000008"]
+
+
+def test_another_number_of_ranks_stage_go_on_from_the_same_checkpoint(plain, tmp_path, recipe_of, start_node):
+    """Two ranks in stage 1 are stopped; one in stage 3 takes their place."""
+    out = tmp_path / "out"
+    node = start_node(recipe_of(1, "fp32", 100, micro_batch_size=2), "--out", out, ranks=2)
+    node.wait_for("step 3/")
+    node.popen.send_signal(signal.SIGTERM)
+    assert node.wait() == 128 + signal.SIGTERM
+    (stopped,) = checkpoints(out)
+    assert len(figures(out)) == int(stopped.removeprefix("step-")) >= 3
+    again = start_node(recipe_of(3, "fp32", 100), "--out", out).succeed()
+    assert f"goes on after step {int(stopped.removeprefix('step-'))}," in again.output
+    for found, expected in zip(figures(out), figures(plain / "whole"), strict=True):
+        assert found["step"] == expected["step"]
+        # sums in another order; with new moments, the losses would differ in the second digit
+        assert found["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+
+
+def test_a_node_with_a_hub_that_is_killed_in_mid_round_goes_on_there(plain, tmp_path, recipe_of, start_node, start_hub):
+    recipe = recipe_of(1, "fp32", spes={"sync_every": 4})
+    hub = start_hub(recipe, tmp_path / "hub")
+    arguments = recipe, "--hub", hub.address, "--out", tmp_path / "out"
+    node = start_node(*arguments)
+    node.wait_for("step 7/")
+    kill(node)
+    again = start_node(*arguments).succeed()
+    assert re.search("goes on after step 6, in round 1 |goes on at round 2", again.output)
+    assert figures(tmp_path / "out") == figures(plain / "whole")
+    expected, found = weights(plain / "whole/final"), weights(max((tmp_path / "hub/snapshots").iterdir()))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

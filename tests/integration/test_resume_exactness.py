@@ -1,0 +1,128 @@
+"""What a lone node goes on with equals what it had, bit for bit, in ZeRO 1-3, fp32 and bf16; all in this process."""
+
+import itertools
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spes_mega.errors import CheckpointError, SpesError
+from spes_mega.node.data import NodeData
+from spes_mega.node.local_model import LocalModel
+from spes_mega.node.lone_node import LoneNode
+from spes_mega.node.moments import Moments, collect_moments
+from spes_mega.node.resume import Resume
+from spes_mega.node.stop import StopRequest
+from spes_mega.node.trainer import Trainer
+from spes_mega.node.weight_source import Position
+from spes_mega.recipe import load_recipe
+
+
+class Node:
+    """A lone node in one of its lives: a process would do the same, in main.py."""
+
+    def __init__(self, folder, recipe, ranks, resume="auto"):
+        self.said, self.recipe, self.ranks = [], recipe, ranks
+        options = SimpleNamespace(node=0, out=folder / "out", resume=resume)
+        data = NodeData(recipe, 0)
+        self.resume = Resume(recipe, options, data, ranks, self.said.append)
+        self.source = LoneNode(recipe, ranks, folder / "out", None)
+        steps = self.resume.steps(self.source.owned)
+        self.model = LocalModel(recipe, self.source.owned, ranks, StopRequest(), folder, steps)
+        self.at = self.resume.take_up(self.model, self.source)
+        self.trainer = Trainer(recipe, self.model, data, ranks, StopRequest())
+
+    def train(self, count):
+        """Figures of `count` steps, without those of time."""
+        rows = []
+        for _ in range(count):
+            rows.append(asdict(self.trainer.step(self.at.step + 1, 0)) | {"tokens_per_s": None})
+            self.at = Position(0, self.at.step + 1, self.at.tokens + self.trainer.tokens_per_step)
+        return rows
+
+    def save(self):
+        with self.resume.saver(self.model, self.at, self.source) as saver:
+            saver.save(self.model, self.at, self.source)
+
+    def state(self):
+        """Masters, moments, and how often Adam has updated them."""
+        weights, moments = {}, {}
+        self.model.collect(
+            self.model.shapes, lambda shapes, tensors: weights.update((n, t.clone()) for n, t in tensors)
+        )
+
+        def keep(steps, stream):
+            moments.update((name, Moments(*(value.clone() for value in values))) for name, values in stream)
+
+        return weights, moments, collect_moments(self.model.engine, self.model.map.entries, self.ranks, keep)
+
+
+def same(a, b):
+    (weights, moments, steps), (other_weights, other_moments, other_steps) = a, b
+    return (
+        steps == other_steps
+        and weights.keys() == other_weights.keys()
+        and all(torch.equal(weights[name], other_weights[name]) for name in weights)
+        and moments.keys() == other_moments.keys()
+        and all(torch.equal(x, y) for name in moments for x, y in zip(moments[name], other_moments[name], strict=True))
+    )
+
+
+@pytest.fixture
+def recipe_of(tmp_path, write_recipe):
+    def make(stage, dtype, **train):
+        more = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
+        train = {"dtype": dtype, "zero_stage": stage, "steps": 20} | train
+        name = f"{stage}-{dtype}-{len(list(tmp_path.iterdir()))}"
+        return load_recipe(write_recipe(tmp_path, name, train=train, spes={"sync_every": 20}, deepspeed=more))
+
+    return make
+
+
+@pytest.mark.parametrize(("stage", "dtype"), itertools.product((1, 2, 3), ("fp32", "bf16")))
+def test_the_next_steps_are_the_same(tmp_path, ranks, recipe_of, stage, dtype):
+    recipe = recipe_of(stage, dtype)
+    node = Node(tmp_path, recipe, ranks)
+    node.train(3)
+    node.save()
+    expected = node.state()
+    again = Node(tmp_path, recipe, ranks)
+    assert again.at == node.at
+    assert set(expected[2].values()) == {3}
+    assert same(again.state(), expected)
+    assert again.train(2) == node.train(2)
+    assert same(again.state(), node.state())
+
+
+def test_a_checkpoint_of_one_stage_and_precision_is_that_of_all(tmp_path, ranks, recipe_of):
+    node = Node(tmp_path, recipe_of(1, "fp32"), ranks)
+    node.train(3)
+    node.save()
+    expected = node.state()
+    for stage, dtype in ((3, "bf16"), (2, "bf16"), (3, "fp32"), (2, "fp32"), (1, "bf16"), (1, "fp32")):
+        node = Node(tmp_path, recipe_of(stage, dtype), ranks)
+        assert same(node.state(), expected)
+        node.save()  # so that the next one has it from this one
+    assert [p.name for p in (tmp_path / "out/checkpoints").iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"lr": 0.02}, "a checkpoint of a recipe with digest"), ({"seed": 2}, r"a checkpoint with train\.seed 1234")],
+)
+def test_what_is_not_its_own_is_refused_before_anything_is_built(tmp_path, ranks, recipe_of, change, message):
+    node = Node(tmp_path, recipe_of(1, "fp32"), ranks)
+    node.train(1)
+    node.save()
+    with pytest.raises(SpesError, match=message) as error:
+        Node(tmp_path, recipe_of(1, "fp32", **change), ranks)
+    assert error.value.exit_code == CheckpointError.exit_code
+
+
+def test_without_checkpoints_none_are_written(tmp_path, ranks, recipe_of):
+    recipe = recipe_of(1, "fp32")
+    recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 0})})
+    node = Node(tmp_path, recipe, ranks)
+    with node.resume.saver(node.model, node.at, node.source) as saver:
+        assert saver is None

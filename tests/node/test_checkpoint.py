@@ -1,0 +1,182 @@
+"""Checkpoints as files: what is whole, what is kept, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from spes_mega.errors import CheckpointError
+from spes_mega.layout.safetensors_format import CODES
+from spes_mega.node.checkpoint import (
+    MOMENTS,
+    RNG,
+    WEIGHTS,
+    CheckpointState,
+    Identity,
+    find_checkpoint,
+    open_checkpoint_directory,
+    random_state,
+    set_random_state,
+)
+from spes_mega.node.checkpoint_files import Shelf, TensorFileWriter, finish
+from spes_mega.node.data import DataIdentity
+from spes_mega.node.weight_source import Position
+
+DATA = DataIdentity(num_tokens=100, index_sha256="ab" * 32, sharding="shared")
+MINE = Identity(node=0, recipe="12" * 32, seed=1, data=DATA)
+VALUES = {"a": torch.arange(6.0).view(2, 3), "b": torch.full((2,), -1.5)}
+
+
+def write_file(path, tensors):
+    with TensorFileWriter(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        return writer.checksum()
+
+
+def write(folder, step, identity=MINE, keep_last=2, commit=True):
+    shelf = Shelf(folder)
+    path = shelf.begin(step)
+    moments = {f"{n} {key}": t + i for n, t in VALUES.items() for i, key in enumerate(("exp_avg", "exp_avg_sq"), 1)}
+    files = {WEIGHTS: VALUES, MOMENTS: moments, RNG: {"rank-0": random_state()}}
+    state = CheckpointState(
+        identity=identity, position=Position(step // 2, step, 7), owned=(0, 1), steps={"a": step, "b": step},
+        residual_round=None, ranks=1, zero_stage=2, dtype="bf16",
+    )  # fmt: skip
+    finish(path, state.model_dump(mode="json"), {name: write_file(path / name, ts) for name, ts in files.items()})
+    if commit:
+        shelf.commit(path, keep_last)
+    return folder / f"step-{step:06d}"
+
+
+def test_what_was_written_is_read(tmp_path):
+    checkpoint = open_checkpoint_directory(write(tmp_path, 5))
+    assert checkpoint.position == Position(2, 5, 7)
+    assert checkpoint.state.steps == {"a": 5, "b": 5}
+    assert checkpoint.names == ["a", "b"]
+    assert all(torch.equal(checkpoint.read(name), value) for name, value in VALUES.items())
+    assert torch.equal(checkpoint.moments("b").exp_avg, VALUES["b"] + 1)
+    assert torch.equal(checkpoint.moments("b").exp_avg_sq, VALUES["b"] + 2)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors: has no c"):
+        checkpoint.read("c")
+    checkpoint.close()
+
+
+def test_its_tensors_open_in_safetensors(tmp_path):
+    from safetensors import safe_open
+
+    assert CODES[torch.float32] == "F32"
+    with safe_open(write(tmp_path, 5) / WEIGHTS, "pt") as file:
+        assert torch.equal(file.get_tensor("a"), VALUES["a"])
+
+
+def test_the_newest_are_kept_and_found(tmp_path):
+    assert find_checkpoint("auto", tmp_path / "none", print) is None
+    for step in (2, 4, 6, 1_000_000):
+        write(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000006", "step-1000000"]
+    assert find_checkpoint("auto", tmp_path, print).position.step == 1_000_000
+    assert find_checkpoint("never", tmp_path, print) is None
+    assert find_checkpoint(str(tmp_path / "step-000006"), tmp_path, print).position.step == 6
+    write(tmp_path, 8, keep_last=1)  # later ones are not its business
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000008", "step-1000000"]
+
+
+def test_one_that_was_being_written_is_not_there(tmp_path):
+    write(tmp_path, 2)
+    write(tmp_path, 4, commit=False)
+    assert find_checkpoint("auto", tmp_path, print).position.step == 2
+    write(tmp_path, 6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000006"]
+
+
+def test_one_that_is_written_again_takes_the_place_of_the_old_one(tmp_path):
+    path = write(tmp_path, 4)
+    path.rename(tmp_path / "step-000004.old")  # killed between the two renames
+    assert find_checkpoint("auto", tmp_path, print).position.step == 4
+    write(tmp_path, 4)
+    write(tmp_path, 4, MINE.model_copy(update={"seed": 2}))
+    assert [p.name for p in Shelf(tmp_path).newest_first()] == ["step-000004"]
+    assert open_checkpoint_directory(path).state.identity.seed == 2
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, MOMENTS, RNG, "state.json", "checksums.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damage_is_seen_and_the_one_before_is_taken(tmp_path, file, damage):
+    write(tmp_path, 2)
+    path = write(tmp_path, 4) / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data if damage == "flip" else data[:-1])
+    if damage == "remove":
+        path.unlink()
+    said = []
+    assert find_checkpoint("auto", tmp_path, said.append).position.step == 2
+    assert len(said) == 1
+    where = "step-000004/" if file == "checksums.json" else f"step-000004/{file}: "
+    assert where in said[0]
+    with pytest.raises(CheckpointError, match=where):
+        find_checkpoint(str(path.parent), tmp_path, print)
+
+
+def test_without_a_whole_one_nobody_begins_anew_unasked(tmp_path):
+    (write(tmp_path, 2) / RNG).unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole; begin anew with --resume never"):
+        find_checkpoint("auto", tmp_path, print)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"node": 1}, "of node 1, but this is one of node 0"),
+        ({"seed": 2}, r"with train\.seed 2, but this is one with train\.seed 1"),
+        ({"recipe": "ff" * 32}, "recipe with digest ffffffffffff, but .* 121212121212: set the fields"),
+        ({"data": DataIdentity(100, "cd" * 32, "shared")}, "index cdcdcdcdcdcd, .* index abababababab"),
+        ({"data": DataIdentity(100, "ab" * 32, "own")}, r"data\.sharding own, but .* data\.sharding shared"),
+    ],
+)
+def test_those_of_others_are_refused_by_name(tmp_path, other, message):
+    checkpoint = open_checkpoint_directory(write(tmp_path, 2, MINE.model_copy(update=other)))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check(MINE)
+
+
+def test_another_format_is_refused(tmp_path):
+    path = write(tmp_path, 2)
+    raw = json.loads((path / "state.json").read_text())
+    finish(path, raw | {"format": 2}, {})
+    with pytest.raises(CheckpointError, match="of another version of spes-mega"):
+        open_checkpoint_directory(path)
+
+
+def test_what_a_run_does_not_go_on_from_is_set_aside(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4):
+        write(folder, step)
+    assert Shelf(folder).set_aside(4) is None
+    assert Shelf(folder).set_aside(2) == tmp_path / "checkpoints.old"
+    assert [p.name for p in (tmp_path / "checkpoints.old").iterdir()] == ["step-000004"]
+    assert Shelf(folder).set_aside(-1)
+    assert [p.name for p in (tmp_path / "checkpoints.old").iterdir()] == ["step-000002"]
+    assert find_checkpoint("auto", folder, print) is None
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_last_one(tmp_path, monkeypatch):
+    import os
+
+    write(tmp_path, 2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="step-000004: cannot write: No space left on device"):
+        write(tmp_path, 4)
+    assert find_checkpoint("auto", tmp_path, print).position.step == 2
+
+
+def test_random_numbers_go_on(tmp_path):
+    state = random_state()
+    expected = torch.rand(5)
+    set_random_state(state)
+    assert torch.equal(torch.rand(5), expected)
