@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spes_mega.errors import SpesError
+from spes_mega.errors import DeadlineError, SpesError
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
 from spes_mega.node.saver import Saver
@@ -43,6 +43,10 @@ class NodeRun:
                 self._round()
         except Stopped:
             self._save()
+            raise
+        except SpesError as e:
+            if e.exit_code == DeadlineError.exit_code:  # the hub or others did not answer: the weights are as they were
+                self._save()
             raise
         self.source.finish(self.weights)
 

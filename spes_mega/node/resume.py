@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from spes_mega.errors import RecipeError
+from spes_mega.errors import RecipeError, SpesError
 from spes_mega.layout.names import expert_of
 from spes_mega.node.checkpoint import Checkpoint, CheckpointState, Identity, find_checkpoint, set_random_state
 from spes_mega.node.data import NodeData
@@ -108,7 +108,7 @@ class Resume:
         self._ranks.first(lambda: self._set_aside(saver, last))
         try:
             yield saver
-        except Stopped:
+        except (Stopped, SpesError):  # what all ranks raise
             saver.close()
             raise
         saver.close()

@@ -208,6 +208,16 @@ def test_spes_needs_less_than_diloco_of_everything():
     assert centralized.exchanges["bf16"].seconds > 50 * diloco.exchanges["bf16"].seconds / 16
 
 
+def test_checkpoints_need_room_for_weights_and_moments_of_what_is_trained():
+    plan = make_plan(shipped("2b"), machines())
+    trained = max(group.trained for group in plan.spes.groups)
+    assert plan.disk.node_checkpoints == pytest.approx(12 * trained * 3, rel=1e-3)  # two, and the next one
+    assert make_plan(shipped("2b", "checkpoint.keep_last=4"), machines()).disk.node_checkpoints == pytest.approx(
+        12 * trained * 5, rel=1e-3
+    )
+    assert make_plan(shipped("2b", "checkpoint.every=0"), machines()).disk.node_checkpoints == 0
+
+
 def test_a_suggestion_fits_and_nothing_cheaper_would():
     assert suggest(make_plan(shipped("2b"), machines())) == []
     (found,) = suggest(make_plan(shipped("2b"), machines(memory=20 * GIB)))

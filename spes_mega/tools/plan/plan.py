@@ -109,11 +109,12 @@ class Scheme:
 @dataclass(frozen=True)
 class Disk:
     """Bytes: the hub's state at its largest (two states, one being written, all pushes), its snapshots in all, and a
-    node's files of what is on its way."""
+    node's files: what is on its way, and its checkpoints, of which one is being written."""
 
     hub_state: int
     hub_snapshots: int
     node: int
+    node_checkpoints: int
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,11 @@ def _disk(recipe: Recipe, ownership: Ownership) -> Disk:
     state = 4 * count_parameters(recipe.model).total
     rounds, every = recipe.num_rounds, recipe.spes.snapshot_every
     traffic = [node_traffic(recipe, ownership, node, "fp32") for node in range(ownership.num_nodes)]
+    kept = recipe.checkpoint.keep_last + 1 if recipe.checkpoint.every else 0
     return Disk(
         hub_state=3 * state + sum(node.up for node in traffic),
         hub_snapshots=state * (rounds // every + (rounds % every > 0)),
         node=max(node.up + node.down_after_merge for node in traffic),
+        # what it trains, and two moments of it
+        node_checkpoints=kept * 3 * max(node.up for node in traffic),
     )

@@ -105,7 +105,8 @@ def _disk(plan: Plan) -> Iterable[str]:
     disk = plan.disk
     yield (
         f"Disk: hub {gigabytes(disk.hub_state)} for its state and {gigabytes(disk.hub_snapshots)} for all snapshots "
-        f"(one every {plan.recipe.spes.snapshot_every} rounds); a node {gigabytes(disk.node)} for what is on its way"
+        f"(one every {plan.recipe.spes.snapshot_every} rounds); a node {gigabytes(disk.node)} for what is on its way "
+        f"and {gigabytes(disk.node_checkpoints)} for checkpoints"
     )
     if host := max(group.memory.host for group in plan.spes.groups):
         yield f"RAM of a node for the optimizer that is offloaded: {gigabytes(host * plan.machines.gpus)}"
