@@ -97,7 +97,8 @@ def test_figures_are_the_plans(planned):
         f"{4 * large['parameters']['total'] / 1e9:.2f} GB",
         f"{large['disk']['hub_snapshots'] / 1e12:.2f} TB",
         f"{large['disk']['hub_snapshots'] / 1e10:.0f} GB",  # a tenth of them
-        f"{large['disk']['node'] / 1e9:.0f} GB",
+        ", ".join(f"{large['disk'][key] / 1e9:.2f} GB" for key in ("node", "node_checkpoints")),
+        *(f"{large['disk'][key] / 1e9:.0f} GB" for key in ("node", "node_checkpoints")),
         f"{large['tokens_per_step_and_node']:,} tokens",
         f"{ours['compute_s_per_round'] / 60:.1f} minutes",
         f"{fp32['seconds'] / 60:.1f} minutes",
