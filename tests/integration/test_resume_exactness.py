@@ -23,6 +23,7 @@ class Node:
     """A lone node in one of its lives: a process would do the same, in main.py."""
 
     def __init__(self, folder, recipe, ranks, resume="auto"):
+        folder.mkdir(exist_ok=True)
         self.said, self.recipe, self.ranks = [], recipe, ranks
         options = SimpleNamespace(node=0, out=folder / "out", resume=resume)
         data = NodeData(recipe, 0)
