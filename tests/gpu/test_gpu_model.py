@@ -1,47 +1,33 @@
 """The model on a CUDA device: against the CPU's, Transformer Engine's modules against the local ones, and experts."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from spes_mega.model import WeightMap, build, export_weights, forward_logits, load_weights, tokens_per_expert
+from spes_mega.model import build, export_weights, load_weights, tokens_per_expert
 from spes_mega.model import grouped_experts as grouped
 from spes_mega.model.grouped_experts import GroupedExperts
 from spes_mega.model.partitioned_experts import partitioned_experts
+from tests.gpu.steps import LENGTH, MODEL, PARTITIONS, gpt_on, logits_and_gradients, made_of, step_of
 from tests.model import tiny
 
 pytestmark = pytest.mark.requires_gpu
-# Sizes that are multiples of 16, as grouped GEMMs want them.
-MODEL = tiny.section("qwen3_moe", vocab_size=1024, hidden_size=128, expert_hidden_size=64)
-# Every token goes to every expert. Where a router chooses, rounding decides the choice for some tokens, and what two
-# models make of these has little in common.
-TO_ALL = MODEL.model_copy(update={"top_k": MODEL.num_experts})
-PARTITIONS = [(), (2, 3), (0, 2, 5), None]
 
 
-def gpt_on(device, owned, dtype, model, router=None, **train):
-    gpt = build(tiny.recipe(model, dtype=dtype, **train), owned, device)
-    weights = tiny.random_weights(model)
-    if router is not None:
-        weights |= {name: router(tensor) for name, tensor in weights.items() if name.endswith("mlp.gate.weight")}
-    load_weights(gpt, model, weights.__getitem__)
-    return gpt.train()
-
-
-def logits_and_gradients(device, owned, dtype, model):
-    """Logits, and the gradients there are by canonical name, in fp32 on the CPU."""
-    return step_of(gpt_on(device, owned, dtype, model), device, model)
-
-
-def step_of(gpt, device, model=MODEL):
-    ids = tiny.tokens(MODEL, length=64).to(device)
-    logits = forward_logits(gpt, ids).float()
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = {}
-    for entry in WeightMap(model, gpt).entries:
-        if entry.parameter.grad is not None:
-            gradients.update(entry.split(entry.parameter.grad.float().cpu()))
-    return logits.detach().cpu(), gradients
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory):
+    """(model, owned) -> logits and gradients of the CPU in fp32; frozen experts are in bf16 there, too."""
+    out = tmp_path_factory.mktemp("cpu") / "steps.pt"
+    command = [sys.executable, "-m", "tests.gpu.steps", out]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(out)
 
 
 def assert_close(found, expected, of_logits=0.03, of_gradients=0.06):
@@ -53,13 +39,9 @@ def assert_close(found, expected, of_logits=0.03, of_gradients=0.06):
         assert (gradient - reference[name]).norm() <= of_gradients * reference[name].norm(), name
 
 
-def made_of(implementation, model=MODEL):
-    return model.model_copy(update={"implementation": implementation})
-
-
 def test_the_default_device_is_the_gpu_and_round_trips(implementation):
     weights = tiny.random_weights(MODEL, dtype=torch.bfloat16)
-    gpt = build(tiny.recipe(made_of(implementation), dtype="bf16"), (2, 3))
+    gpt = build(tiny.recipe(made_of(implementation, "top-2"), dtype="bf16"), (2, 3))
     load_weights(gpt, MODEL, weights.__getitem__)
     assert {parameter.device.type for parameter in gpt.parameters()} == {"cuda"}
     for name, tensor in export_weights(gpt, MODEL):
@@ -67,37 +49,36 @@ def test_the_default_device_is_the_gpu_and_round_trips(implementation):
 
 
 def test_auto_takes_transformer_engine_here(transformer_engine):
-    parameters = dict(build(tiny.recipe(made_of("auto"), dtype="bf16"), (2, 3)).named_parameters())
+    parameters = dict(build(tiny.recipe(made_of("auto", "top-2"), dtype="bf16"), (2, 3)).named_parameters())
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in parameters
 
 
 @pytest.mark.parametrize("owned", PARTITIONS)
-def test_logits_and_gradients_are_the_cpu_models(implementation, owned):
-    expected = logits_and_gradients("cpu", owned, "fp32", TO_ALL)
-    assert_close(logits_and_gradients("cuda", owned, "bf16", made_of(implementation, TO_ALL)), expected)
+def test_logits_and_gradients_are_the_cpu_models(on_the_cpu, implementation, owned):
+    found = logits_and_gradients("cuda", owned, "bf16", made_of(implementation, "to all"))
+    assert_close(found, on_the_cpu["to all", owned])
 
 
 @pytest.mark.parametrize("owned", PARTITIONS)
 def test_transformer_engine_computes_what_the_local_modules_do(transformer_engine, owned):
-    local = logits_and_gradients("cuda", owned, "bf16", made_of("local", TO_ALL))
-    assert_close(logits_and_gradients("cuda", owned, "bf16", made_of("transformer_engine", TO_ALL)), local)
+    local = logits_and_gradients("cuda", owned, "bf16", made_of("local", "to all"))
+    assert_close(logits_and_gradients("cuda", owned, "bf16", made_of("transformer_engine", "to all")), local)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_frozen_experts_in_bf16_train_what_is_below_them(implementation, dtype):
-    expected = logits_and_gradients("cpu", (2, 3), "fp32", TO_ALL)
-    found = logits_and_gradients("cuda", (2, 3), dtype, made_of(implementation, TO_ALL))
+def test_frozen_experts_in_bf16_train_what_is_below_them(on_the_cpu, implementation, dtype):
+    found = logits_and_gradients("cuda", (2, 3), dtype, made_of(implementation, "to all"))
     assert {int(name.split(".")[5]) for name in found[1] if ".experts." in name} == {2, 3}
-    assert_close(found, expected)
+    assert_close(found, on_the_cpu["to all", (2, 3)])
 
 
-def test_most_tokens_are_routed_as_on_the_cpu(implementation):
-    gpt = gpt_on("cuda", (2, 3), "bf16", made_of(implementation))
-    logits, _ = step_of(gpt, "cuda")
-    expected, _ = logits_and_gradients("cpu", (2, 3), "fp32", MODEL)
+def test_most_tokens_are_routed_as_on_the_cpu(on_the_cpu, implementation):
+    gpt = gpt_on("cuda", (2, 3), "bf16", made_of(implementation, "top-2"))
+    logits, _ = step_of(gpt, "cuda", MODEL)
+    expected, _ = on_the_cpu["top-2", (2, 3)]
     close = (logits - expected).norm(dim=-1) < 0.05 * expected.norm(dim=-1)
     assert close.float().mean() > 0.9
-    assert tokens_per_expert(gpt).sum(1).tolist() == [2 * 64 * MODEL.top_k] * MODEL.num_layers
+    assert tokens_per_expert(gpt).sum(1).tolist() == [2 * LENGTH * MODEL.top_k] * MODEL.num_layers
 
 
 def products_of_a_step(monkeypatch, module, name, owned, model):
@@ -106,7 +87,7 @@ def products_of_a_step(monkeypatch, module, name, owned, model):
     gpt = gpt_on("cuda", owned, "bf16", model)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, lambda *a, **k: calls.append(name) or product(*a, **k))
-        step_of(gpt, "cuda")
+        step_of(gpt, "cuda", model)
     return len(calls)
 
 
@@ -115,7 +96,7 @@ def test_frozen_groups_have_no_products_for_weight_gradients(monkeypatch, implem
     module, name = F, "grouped_mm"
     if implementation == "transformer_engine":
         module, name = pytest.importorskip("transformer_engine.pytorch.module.grouped_linear"), "general_grouped_gemm"
-    model = made_of(implementation)
+    model = made_of(implementation, "top-2")
     (experts, *_) = partitioned_experts(gpt_on("cuda", owned, "bf16", model))
     # of two matrices: forward, and the gradients of their input and of themselves
     expected = sum(6 if run.owned else 4 for run in experts.runs) * MODEL.num_layers
@@ -129,7 +110,7 @@ def kinds(gpt):
 @pytest.mark.parametrize("owned", PARTITIONS)
 def test_grouped_products_give_what_sequential_experts_give(owned):
     """In one layer, below which nothing differs, so that the router chooses alike."""
-    model = made_of("local", MODEL.model_copy(update={"num_layers": 1}))
+    model = made_of("local", "one layer")
     grouped, sequential = (gpt_on("cuda", owned, "bf16", model, zero_stage=stage) for stage in (1, 3))
     assert kinds(grouped) == {GroupedExperts}
     assert kinds(sequential).isdisjoint({GroupedExperts})
@@ -141,8 +122,8 @@ def test_grouped_products_give_what_sequential_experts_give(owned):
 @pytest.mark.parametrize("owned", [(2, 3), None])
 def test_experts_without_tokens_take_part(implementation, owned):
     """Routers that cannot tell tokens apart send all of them to the same experts; the others' products have no rows."""
-    gpt = gpt_on("cuda", owned, "bf16", made_of(implementation), router=torch.zeros_like)
-    _, gradients = step_of(gpt, "cuda")
+    gpt = gpt_on("cuda", owned, "bf16", made_of(implementation, "top-2"), router=torch.zeros_like)
+    _, gradients = step_of(gpt, "cuda", MODEL)
     counts = tokens_per_expert(gpt)
     assert ((counts > 0).sum(1) < MODEL.num_experts).all()
     for name, gradient in gradients.items():
@@ -152,14 +133,10 @@ def test_experts_without_tokens_take_part(implementation, owned):
             assert (gradient.abs().sum() > 0) == (counts[layer, expert] > 0), name
 
 
-def test_widths_that_the_grouped_product_does_not_take_go_one_by_one(monkeypatch):
-    model = tiny.section("qwen3_moe", hidden_size=128, expert_hidden_size=60, top_k=6, implementation="local")
-    gpt = gpt_on("cuda", (2, 3), "bf16", model)
+def test_widths_that_the_grouped_product_does_not_take_go_one_by_one(on_the_cpu, monkeypatch):
     answers, asked = [], grouped.products_are_grouped
     monkeypatch.setattr(grouped, "products_are_grouped", lambda *a: answers.append(asked(*a)) or answers[-1])
-    ids = tiny.tokens(model).to("cuda")
-    logits = forward_logits(gpt, ids).float().cpu()
+    found = logits_and_gradients("cuda", (2, 3), "bf16", made_of("local", "odd width"))
     assert answers
     assert not any(answers)
-    expected = forward_logits(gpt_on("cpu", (2, 3), "fp32", model), ids.cpu())
-    assert (logits - expected).norm() < 0.03 * expected.norm()
+    assert_close(found, on_the_cpu["odd width", (2, 3)])
