@@ -5,6 +5,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from spes_mega.hub.client import HubClient
 from spes_mega.recipe import load_recipe
@@ -20,8 +21,10 @@ def test_another_recipe_is_refused_on_all_ranks_with_one_message(tmp_path, write
     assert "Traceback" not in node.output
 
 
-def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, start_hub, start_node):
-    spes = {"num_nodes": 2, "sync_every": 90_000, "join_deadline_s": 200}
+# in the middle of a round; or at its end, while the push of the one before waits for the other node
+@pytest.mark.parametrize("spes", [{"sync_every": 90_000}, {"sync_every": 2, "overlap": True}])
+def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, start_hub, start_node, spes):
+    spes = {"num_nodes": 2, "join_deadline_s": 200} | spes
     recipe = write_recipe(tmp_path, spes=spes, train={"steps": 100_000, "log_every": 1})
     hub = start_hub(recipe, tmp_path / "hub")
     node = start_node(recipe, "--node", 1, "--hub", hub.address, "--out", tmp_path / "out", ranks=2)
