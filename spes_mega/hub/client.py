@@ -4,15 +4,13 @@ Weights go through a spool file in both directions: a push is gathered once and 
 the link needs, and a pull is applied only when all of it has come.
 """
 
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
 from spes_mega.hub.replica import Replica
+from spes_mega.hub.spools import Spools
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.names import expected_tensors
 from spes_mega.recipe import Recipe
@@ -77,10 +76,13 @@ class Pulled:
         self.absent = tuple(opening.absent)
         """Nodes whose experts others train from this state on: see `outer.ownership.with_absent`."""
         self.shapes = shapes
-        self._read, self._close = read, close
+        self._read = read
+        self._close: Callable[[], None] | None = close
 
     def read(self, name: str) -> Tensor:
-        """One tensor, fp32. Raises KeyError if it need not be replaced."""
+        """One tensor, fp32. Raises KeyError if it need not be replaced, ValueError after `close`."""
+        if self._close is None:
+            raise ValueError("this state was closed: its file has other content by now")
         if name not in self.shapes:
             raise KeyError(name)
         return self._read(name)
@@ -93,7 +95,9 @@ class Pulled:
 
     def close(self) -> None:
         """Free the spool file."""
-        self._close()
+        if self._close is not None:
+            self._close()
+            self._close = None
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +129,7 @@ class HubClient:
         spool_dir: Path | None = None,
         replica: Replica | None = None,
     ) -> None:
-        """`spool_dir` needs room for one state of the model; default: the system's temporary directory.
+        """`spool_dir` needs room for one state of the model and one push; default: the system's temporary directory.
 
         `replica` belongs to runs in which weights travel with loss; `for_recipe` makes it.
 
@@ -136,7 +140,7 @@ class HubClient:
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
         self._delivery = Delivery(self._channel, self._caller)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
-        self._spool_dir = spool_dir
+        self._spools = Spools(spool_dir)
         self._replica = replica
         self.address = address
         self.node = node
@@ -185,23 +189,27 @@ class HubClient:
         it all tensors have to be replaced (where weights travel with loss, the client may know most of them).
         """
         if (replica := self._replica) is None:
-            opening, payload = self._download(have_round)
-            return Pulled(opening, payload.shapes, opening.full, payload.read, payload.close)
-        opening, payload = self._download(replica.round)
-        with closing(payload):
+            opening, payload, close = self._download(have_round)
+            return Pulled(opening, payload.shapes, opening.full, payload.read, close)
+        opening, payload, close = self._download(replica.round)
+        try:
             knows = not opening.full and have_round == replica.round == replica.pushed_round
             replica.apply(payload, opening.round, opening.full)
             shapes = payload.shapes if knows else replica.shapes
+        finally:
+            close()
         return Pulled(opening, shapes, not knows, replica.read, lambda: None)
 
-    def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload]:
-        spool = self._spool()
+    def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload, Callable[[], None]]:
+        """The payload, and what gives its file back."""
+        spool = self._spools.take("down")
         try:
             opening = self._delivery.fetch(spool, have_round)
-            return opening, StoredPayload(spool, f"state of round {opening.round}")
+            payload = StoredPayload(spool, f"state of round {opening.round}")
         except BaseException:
-            spool.close()
+            self._spools.give_back("down", spool)
             raise
+        return opening, payload, lambda: self._spools.give_back("down", spool)
 
     def push(
         self,
@@ -221,7 +229,7 @@ class HubClient:
             StaleRoundError: the round is closed: `wait_round(round_ + 1)`, pull, and go on.
             HubRefusedError: names, shapes or values are not what the hub expects of this node.
         """
-        with self._spool() as spool:
+        with self._spools.lent("up") as spool:
             metadata = {TOKENS_KEY: str(tokens)}
             if self._replica is None:
                 size = write_payload(spool, in_fp32(shapes), tensors, metadata)
@@ -278,6 +286,7 @@ class HubClient:
 
     def close(self) -> None:
         self._channel.close()
+        self._spools.close()
         if self._replica is not None:
             self._replica.close()
 
@@ -288,6 +297,3 @@ class HubClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _spool(self) -> BinaryIO:
-        return cast(BinaryIO, tempfile.TemporaryFile(dir=self._spool_dir, prefix="spes-mega-"))

@@ -6,7 +6,7 @@ They are kept while their round is open, at most two of a node. A hub that is st
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +27,11 @@ class Upload:
     """One payload on its way: its file, how much of it is there, and the attempt that may write to it."""
 
     def __init__(self, path: Path, total_bytes: int) -> None:
+        """The file is made, unless it is there with what nobody needs any more."""
         self.path = path
         self.done = False
         self.lock = threading.Lock()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._write_behind = WriteBehind(drop=False)
         self._started = 0
         self._checksum = xxhash.xxh3_64()
@@ -38,6 +39,7 @@ class Upload:
         self._end_other: Callable[[], None] | None = None
         self._attempt = 0
         try:
+            os.ftruncate(self._fd, total_bytes)
             os.posix_fallocate(self._fd, 0, total_bytes)  # a full disk is found out before anything is sent
             self.arrival = Arrival(self._fd, total_bytes)
         except BaseException:
@@ -126,8 +128,11 @@ class Upload:
 class Partials:
     """The uploads of one round, by node and by the payload's id, which the node has drawn."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, spares: Iterable[Path] = ()) -> None:
+        """`spares` are files in the directory that nobody needs any more: overwriting them is several times as fast as
+        writing new ones, whose pages have to be made first."""
         self._directory = directory
+        self._spares = list(spares)
         self._uploads: dict[tuple[int, str], Upload] = {}
         self._lock = threading.Lock()
 
@@ -162,6 +167,8 @@ class Partials:
             if found is None:
                 self._make_room(node)
                 path = self._directory / f"node-{node:03d}.{secrets.token_hex(4)}.part"
+                if self._spares:
+                    self._spares.pop().rename(path)
                 found = self._uploads[node, payload] = Upload(path, total_bytes)
             elif found.arrival.total != total_bytes:
                 raise PayloadError(f"a payload of {total_bytes} bytes, but {found.arrival.total} were announced first")

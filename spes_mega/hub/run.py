@@ -152,8 +152,11 @@ class Run:
 
         return self._room.needed(attempt, self.rounds.pause)
 
-    def _stage(self) -> Staging:
-        """For the pushes of the open round, whose ownership says what each node has to push."""
+    def _stage(self, over: Staging | None = None) -> Staging:
+        """For the pushes of the open round, whose ownership says what each node has to push.
+
+        They are written over those of the round before, `over`.
+        """
         ownership = self.ownership
 
         def pushed(node: int) -> dict[str, Form]:
@@ -161,9 +164,9 @@ class Run:
             return forms_of({name: self.shapes[name] for name in names}, self._terms.up)
 
         round_ = self.newest.round
-        return Staging(
-            self._store.pushes_dir(round_), pushed, lambda node, payload: self._check_update(round_, node, payload)
-        )
+        directory = self._store.pushes_dir(round_)
+        spares = over.retire(directory) if over and not self.finished else []
+        return Staging(directory, pushed, lambda node, payload: self._check_update(round_, node, payload), spares)
 
     def _check_update(self, round_: int, node: int, payload: StoredPayload) -> None:
         """Raises PayloadError if a push leads further away from the round's state than spes.max_update_norm."""
@@ -356,7 +359,7 @@ class Run:
 
     def _open_next(self, aggregation_s: float, similarity: dict[int, Similarity]) -> None:
         before, self.newest = self.newest, self.ledger.rounds[-1]
-        self.staging = self._needed(self._stage)
+        self.staging = self._needed(lambda: self._stage(self.staging))
         self.rounds.committed(self.newest.round)
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
         if before.absent != self.newest.absent:

@@ -249,6 +249,7 @@ class Store:
             "rounds/.*.partial-*",
             "snapshots/.*.partial-*",
             "pushes/*/*.part",
+            "pushes/*/*.spare",
             REQUEST,
         ):
             for path in self.root.glob(pattern):

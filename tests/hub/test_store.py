@@ -72,6 +72,7 @@ def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, 
         (state / leftover).mkdir()
         (state / leftover / "model.safetensors").write_bytes(b"half")
     (store.pushes_dir(1) / "node-000.1234.part").write_bytes(b"half")
+    (store.pushes_dir(1) / "node-000-0123456789abcdef.spare").write_bytes(b"old")
     store.close()
     again = Store(state, recipe)
     try:

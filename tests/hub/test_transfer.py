@@ -225,3 +225,46 @@ def test_uploads_of_one_node_are_few_and_files_go_with_their_round(tmp_path):
         pass
     partials.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_the_client_is_used_again_when_its_state_was_closed(line, tensors):
+    hub, _, client = line
+    initial = read_state(hub.state / "rounds/000000")
+    first, second = client.pull(), client.pull()  # two at a time have a file each
+    assert_same(dict(first), initial)
+    assert_same(dict(second), initial)
+    first.close()
+    first.close()
+    push(client, hub.recipe, 0, tensors)
+    with pytest.raises(ValueError, match="this state was closed"):
+        first.read("model.norm.weight")
+    pushed(hub, tensors)
+    assert_same(pull(client)[1], tensors)
+    assert_same(dict(second), initial)
+    second.close()
+
+
+def test_a_push_is_written_over_that_of_the_round_before(line, tensors, monkeypatch):
+    hub, _, client = line
+
+    def staged():
+        return {path.name: path.stat().st_ino for path in (hub.state / "pushes").rglob("*.*")}
+
+    push(client, hub.recipe, 0, tensors)
+    pushed(hub, tensors)
+    ((spare, inode),) = staged().items()
+    assert spare.endswith(".spare"), "nothing has the name of a push before its own bytes are there"
+    seen = set()
+    take = partials_module.Upload.take
+
+    def watched(upload, attempt, frame):
+        seen.update(name.partition(".")[2].partition(".")[2] for name in staged())
+        return take(upload, attempt, frame)
+
+    monkeypatch.setattr(partials_module.Upload, "take", watched)
+    others = fabricate(hub.recipe, 0, 1)
+    push(client, hub.recipe, 1, others)
+    assert seen == {"part"}
+    assert hub.run.rounds.wait_round(2, 30) == 2
+    assert_same(read_state(hub.state / "rounds/000002"), others)
+    assert list(staged().values()) == [inode]
