@@ -4,6 +4,7 @@ Axes: E experts of a layer, R rows of a slice, C columns.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,9 @@ from spes_mega.outer.merging import (
 from spes_mega.outer.optimizer import nesterov_step, sgd_step
 from spes_mega.outer.ownership import Ownership
 from spes_mega.recipe import ModelSection, Recipe
+
+THREADS = 2
+"""They work on tensors of their own: most of the time goes to the kernel and to torch, which need no GIL."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +150,24 @@ def write_next_state(
 
     Returns how alike the experts of each layer were before the merge; nothing without one.
     """
-    for name in mixture.names:
-        if merge is None or expert_of(name) is None:
-            still_wanted()
-            _write_tensor(out, mixture, name)
-    similarity = {}
-    if merge is not None:
-        for layer in filter(model.is_moe_layer, range(model.num_layers)):
-            still_wanted()
-            similarity[layer] = _write_merged_layer(out, mixture, model, layer, merge)
-    return similarity
+
+    def write(name: str) -> None:
+        still_wanted()
+        _write_tensor(out, mixture, name)
+
+    def merged(layer: int) -> tuple[int, Similarity]:
+        assert merge is not None, "it is due"
+        still_wanted()
+        return layer, _write_merged_layer(out, mixture, model, layer, merge)
+
+    layers = [] if merge is None else list(filter(model.is_moe_layer, range(model.num_layers)))
+    # No two threads write to one tensor, and each is written as one thread alone would.
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        list(pool.map(write, [name for name in mixture.names if merge is None or expert_of(name) is None]))
+        return dict(pool.map(merged, layers))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _write_tensor(out: Publisher, mixture: Mixture, name: str) -> None:

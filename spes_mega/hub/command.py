@@ -5,6 +5,7 @@ from pathlib import Path
 from types import FrameType
 
 import click
+import torch
 
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
 from spes_mega.hub.allocator import reuse_blocks
@@ -63,6 +64,7 @@ def command(
         _drain(state, console)
         return
     reuse_blocks()
+    torch.set_num_threads(1)  # of an operation on some rows; threads that wait for the next one would spin
     loaded = load_recipe(recipe, overrides)
     shared = read_token(token_file) if token_file or keys is None else None
     guard = Guard.of(read_hub(keys) if keys else None, shared, mutual_tls)

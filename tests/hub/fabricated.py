@@ -107,3 +107,8 @@ def read_state(path):
     """All tensors of a checkpoint directory."""
     with open_checkpoint(path) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names}
+
+
+def pushes_in(state):
+    """All files that a hub keeps for pushes, but for those that the open round's may be written over."""
+    return [path for path in (state / "pushes").rglob("*") if path.is_file() and path.suffix != ".spare"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, shapes_of
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, pushes_in, shapes_of
 from hub.test_hub import push_messages, until
 from spes_mega.hub.faults import PayloadError
 from spes_mega.hub.forms import forms_of, header_limit, in_fp32
@@ -233,7 +233,7 @@ def test_a_live_hub_outlives_damaged_messages(start_hub, connect, tmp_path):
         push(client, recipe, 0, pushes[node])
     assert clients[0].wait_round(1) == 1
     assert_same(pull(clients[0])[1], next_state(recipe, initial, pushes))
-    until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
+    until(lambda: not pushes_in(tmp_path / "state"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, read_state, shapes_of
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, pushes_in, read_state, shapes_of
 from hub.relay import Relay
 from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub import client as client_module
@@ -540,7 +540,7 @@ def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_
         go_on.set()
         with pytest.raises(StaleRoundError, match="round 0 is closed"):
             late.result()
-    until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
+    until(lambda: not pushes_in(tmp_path / "state"))
     zero.close()
     one.close()
 
@@ -616,7 +616,7 @@ def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing_after_its_round(
         other.join()
         push(other, recipe, 0, fabricate(recipe, 0, 0))
         assert other.wait_round(1) == 1
-    until(lambda: not [path for path in (tmp_path / "state/pushes").rglob("*") if path.is_file()])
+    until(lambda: not pushes_in(tmp_path / "state"))
 
 
 def test_a_finished_run_serves_its_last_state_once_more_and_makes_up_for_a_lost_snapshot(start_hub, connect, tmp_path):
