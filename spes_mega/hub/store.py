@@ -9,6 +9,7 @@
     rounds/000007/checksums.json of all files of the state
     metrics.jsonl                figures of all rounds
     pushes/000007/node-001-0123456789abcdef.safetensors   a committed push for the open round, and its checksum
+    pushes/000007/*.spare        pushes of the round before, to be overwritten by those of the open one
     snapshots/round-000007/      kept for good
 
 What has its final name is complete and on the disk; everything else is removed when a hub opens the directory.
