@@ -15,7 +15,7 @@ from integration.test_lone_node import figures, weights
 from integration.test_resume_exactness import Node
 from spes_mega.recipe import load_recipe
 
-STEPS = 9
+STEPS = 40  # so many that a node is killed before it has ended
 # stage, dtype, and the steps after which it is killed; `checkpoint.every` is 2
 CASES = {"zero1-fp32": (1, "fp32", (5,)), "zero3-bf16": (3, "bf16", (5,))}
 
@@ -45,32 +45,13 @@ def recipe_of(tmp_path_factory, write_recipe):
     return make
 
 
-@pytest.fixture(scope="module")
-def run_pair(tmp_path_factory, recipe_of):
-    done = {}
-
-    def run(case):
-        if case not in done:
-            done[case] = run_both(tmp_path_factory.mktemp(case), recipe_of, *CASES[case])
-        return done[case]
-
-    return run
-
-
-@pytest.fixture(params=CASES)
-def pair(request, run_pair):
-    return run_pair(request.param)
-
-
-@pytest.fixture
-def plain(run_pair):
-    return run_pair("zero1-fp32")
-
-
-def run_both(folder, recipe_of, stage, dtype, ends):
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory, recipe_of):
     """Folder with `whole`, the run of one process, and `killed`, that of several, all but the last of them killed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    stage, dtype, ends = CASES[request.param]
     recipe = recipe_of(stage, dtype)
-    whole = launch(recipe, "--out", folder / "whole")
+    node = whole = launch(recipe, "--out", folder / "whole")
     try:
         whole.succeed()
         for number, step in enumerate(ends):
@@ -98,9 +79,9 @@ def test_it_went_on_from_a_checkpoint_each_time(pair):
     outputs = [path.read_text() for path in sorted(pair.glob("output-*"))] + [(pair / "output").read_text()]
     assert "goes on after step" not in outputs[0]
     for output in outputs[1:]:
-        assert re.search(r"goes on after step [246], in round [0123] ", output)
-        assert "step 1/9" not in output
-    assert checkpoints(pair / "killed") == ["step-000006", "step-000008"]
+        assert re.search(r"goes on after step \d*[02468], in round \d+ ", output)
+        assert "step 1/40" not in output
+    assert checkpoints(pair / "killed") == ["step-000038", "step-000040"]
 
 
 def test_another_number_of_ranks_and_stage_go_on_from_the_same_checkpoint(tmp_path, recipe_of, start_node, ranks):
@@ -117,21 +98,24 @@ def test_another_number_of_ranks_and_stage_go_on_from_the_same_checkpoint(tmp_pa
     assert len(figures(out)) == step >= 3
     again = start_node(recipe_of(3, "fp32", 100, **train), "--out", out).succeed()
     assert f"goes on after step {step}," in again.output
-    for found, expected in zip(figures(out), undisturbed, strict=True):
+    assert len(figures(out)) == STEPS
+    for found, expected in zip(figures(out)[: step + 6], undisturbed, strict=False):
         assert found["step"] == expected["step"]
         # sums in another order; without Adam's moments it would be off by 5e-3 two steps later
         assert found["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-4)
 
 
-def test_a_node_with_a_hub_that_is_killed_in_mid_round_goes_on_there(plain, tmp_path, recipe_of, start_node, start_hub):
-    recipe = recipe_of(1, "fp32", spes={"sync_every": 4})
+def test_a_node_with_a_hub_that_is_killed_in_mid_round_goes_on_there(tmp_path, recipe_of, start_node, start_hub, ranks):
+    recipe = recipe_of(1, "fp32", spes={"sync_every": STEPS})
     hub = start_hub(recipe, tmp_path / "hub")
     arguments = recipe, "--hub", hub.address, "--out", tmp_path / "out"
     node = start_node(*arguments)
-    node.wait_for("step 7/")
+    node.wait_for("step 5/")
     kill(node)
     again = start_node(*arguments).succeed()
-    assert re.search("goes on after step 6, in round 1 |goes on at round 2", again.output)
-    assert figures(tmp_path / "out") == figures(plain / "whole")
-    expected, found = weights(plain / "whole/final"), weights(max((tmp_path / "hub/snapshots").iterdir()))
+    assert re.search(r"goes on after step \d*[02468], in round 0 ", again.output)
+    undisturbed = Node(tmp_path / "undisturbed", load_recipe(recipe), ranks)
+    rows = undisturbed.train(STEPS)
+    assert figures(tmp_path / "out") == [{key: row[key] for key in figures(tmp_path / "out")[0]} for row in rows]
+    expected, found = undisturbed.state()[0], weights(max((tmp_path / "hub/snapshots").iterdir()))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
