@@ -30,14 +30,15 @@ def read_access(address: str, keys: Path | None, token_file: Path | None, insecu
     """What to show the hub at `address`: the keys in the directory `keys`, and the token there, or a shared one.
 
     Raises:
-        HubRefusedError: keys or token cannot be used; or the hub is on another machine, there are no keys, and the
-            caller did not say `insecure`.
+        HubRefusedError: `address`, keys or token cannot be used; or the hub is on another machine, there are no keys,
+            and the caller did not say `insecure`.
     """
+    host, _ = _host_port(address, "--hub")
     token = read_token(token_file) if token_file or keys is None else None
     if keys is not None:
         kept, tls = read_caller(keys)
         return Access(token or kept or read_token(None), tls)
-    if not (insecure or _is_loopback(_host_port(address, "--hub")[0])):
+    if not (insecure or _is_loopback(host)):
         raise HubRefusedError(
             f"--hub {address} is another machine, and without --keys everyone on the way can read and change what is "
             "sent: give --keys DIR (`spes-mega keys new` makes one for each node), or say --insecure if a VPN or a "

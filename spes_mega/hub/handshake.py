@@ -80,8 +80,8 @@ def _of_its_certificate(error: ssl.SSLCertVerificationError, host: str, tls: Cal
 def _of_our_certificate(tls: CallerTls) -> str:
     if tls.certificate is None:
         return (
-            "it hangs up on callers that show no certificate (--mutual-tls): use --keys DIR/node-K with node.pem and "
-            "node.key in it"
+            "it hangs up on callers that show no certificate (--mutual-tls): use --keys DIR/node-K, or DIR/watch for "
+            "the status, with node.pem and node.key in it"
         )
     return (
         f"it does not accept {tls.directory / 'node.pem'}: the certificate has expired, or is of another run; "

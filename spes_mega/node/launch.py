@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 
 from spes_mega.node.checks import check_node, training_data
 from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.node.stop import LAUNCHER_VARIABLE
 from spes_mega.recipe import load_recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,7 +76,7 @@ class Launched:
 
 
 def _environment() -> dict[str, str]:
-    env = dict(os.environ)
+    env = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         env.setdefault("DS_ACCELERATOR", "cpu")
         # threads that spin while they wait slow several nodes on one machine down many times

@@ -13,7 +13,7 @@ import click
 from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
-from spes_mega.node.stop import Stopped, StopRequest
+from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
 
@@ -30,6 +30,7 @@ def train(options: NodeOptions) -> None:
 
     stop = StopRequest()
     stop.install()
+    stop_without_launcher()
     with process_group():
         spes = recipe.spes
         ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 3 * spes.rpc_deadline_s)

@@ -1,9 +1,17 @@
 """Ctrl-C and SIGTERM: a node finishes what it is in the middle of, says goodbye, and ends."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+import psutil  # type: ignore[import-untyped]
+
+LAUNCHER_VARIABLE = "SPES_MEGA_LAUNCHER"
+"""The process id of `spes-mega launch`, for the ranks that it starts."""
 
 
 class Stopped(Exception):
@@ -65,3 +73,33 @@ class StopRequest:
             self.signum = signum
             if self._raise_at_once:
                 raise Stopped(signum)
+
+
+def stop_without_launcher(poll_s: float = 1.0) -> None:
+    """Send this process SIGTERM as soon as one of the processes between it and `spes-mega launch` has ended.
+
+    Nobody would stop the ranks of a launcher that was killed, and a node that is started again would meet them.
+    """
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
+        return
+    ancestors = psutil.Process().parents()
+    above = [number for number, process in enumerate(ancestors) if str(process.pid) == launcher]
+    if not above:  # it was killed while this process was being started
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    watched = ancestors[: above[0] + 1]
+    threading.Thread(target=_watch, args=(watched, poll_s), name="launcher", daemon=True).start()
+
+
+def _watch(processes: list[psutil.Process], poll_s: float) -> None:
+    while all(_runs(process) for process in processes):
+        time.sleep(poll_s)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -62,11 +62,13 @@ def test_a_node_sends_nothing_in_the_clear_to_another_machine_unless_told_to(add
 
 
 @pytest.mark.parametrize("address", ["7070", "host:", "host:port", "host:70000"])
-def test_what_is_no_address_is_refused(address):
+def test_what_is_no_address_is_refused(address, tmp_path):
     with pytest.raises(HubRefusedError, match=r"--listen .*expected HOST:PORT"):
         check_listen(address, token=True, encrypted=True)
     with pytest.raises(HubRefusedError, match=r"--hub .*expected HOST:PORT"):
         read_access(address, None, None, insecure=False)
+    with pytest.raises(HubRefusedError, match=r"--hub .*expected HOST:PORT"):
+        read_access(address, make_keys(tmp_path / "keys") / "node-0", None, insecure=False)
 
 
 def test_of_several_tokens_the_file_comes_first_then_the_keys_then_the_environment(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from spes_mega.node.stop import Stopped, StopRequest
+from spes_mega.node.stop import LAUNCHER_VARIABLE, Stopped, StopRequest, stop_without_launcher
 
 
 @pytest.fixture
@@ -61,3 +63,40 @@ def test_what_ranks_do_together_is_finished_first(stop):
 def test_outside_of_waiting_a_deferred_block_raises_nothing(stop):
     with stop.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+RANK = """
+import signal, sys, time
+from spes_mega.node.stop import stop_without_launcher
+stop_without_launcher(poll_s=0.05)
+print("up", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), sys.exit(0)))
+time.sleep(30)
+"""
+LAUNCH = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_stops_when_the_launcher_is_killed(depth):
+    """`depth` processes stand between the rank and whoever is killed, as DeepSpeed's do."""
+    inner = RANK
+    for _ in range(depth - 1):
+        inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    start = "import os, subprocess, sys; os.environ[sys.argv[2]] = str(os.getpid()); " + LAUNCH
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, inner, LAUNCHER_VARIABLE], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as said:
+        assert said.readline() == "up\n"
+        launcher.kill()
+        assert said.readline() == "asked to stop\n"  # although nobody has waited for the launcher yet
+    launcher.wait()
+
+
+def test_a_rank_whose_launcher_is_gone_already_stops_too(stop, monkeypatch):
+    stop_without_launcher()
+    assert stop.signum is None
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "0")
+    stop_without_launcher()
+    assert stop.signum == signal.SIGTERM
