@@ -110,7 +110,8 @@ def _windows(
 
 
 def _load(source: Checkpoint, seq_len: int, dtype: str) -> Any:
-    recipe = Recipe(model=source.model, train=TrainSection.model_validate({"seq_len": seq_len, "dtype": dtype}))
+    model = source.model.model_copy(update={"frozen_dtype": "train"})  # nothing is rounded more than was asked for
+    recipe = Recipe(model=model, train=TrainSection.model_validate({"seq_len": seq_len, "dtype": dtype}))
     gpt = build(recipe, owned=())
     load_weights(gpt, source.model, source.read)
     return gpt.eval().requires_grad_(False)
