@@ -12,12 +12,11 @@ from typing import Any
 
 import click
 import numpy as np
-import psutil
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from integration.processes import Hub, Process, launch
+from integration.processes import Hub, launch, peak_of_rank, peak_rss
 
 from spes_mega.recipe import Recipe, load_recipe
 
@@ -88,12 +87,12 @@ def _run(recipe: Path, node: int, folder: Path) -> dict[str, Any]:
         stack.callback(trained.end)
         peaks = {"hub": 0, "node": 0}
         while trained.popen.poll() is None:
-            peaks["hub"] = max(peaks["hub"], _peak(psutil.Process(hub.popen.pid)))
-            peaks["node"] = max(peaks["node"], _peak(_rank(trained)))
+            peaks["hub"] = max(peaks["hub"], peak_rss(hub.popen.pid))
+            peaks["node"] = max(peaks["node"], peak_of_rank(trained))
             time.sleep(0.2)
         trained.succeed()
         seconds = time.monotonic() - started
-        peaks["hub"] = max(peaks["hub"], _peak(psutil.Process(hub.popen.pid)))
+        peaks["hub"] = max(peaks["hub"], peak_rss(hub.popen.pid))
     rows = [json.loads(line) for line in (folder / "node/metrics.jsonl").read_text().splitlines()]
     found = re.search(r"([\d,]+) parameters, ([\d,]+) trained here", trained.output)
     assert found, trained.output
@@ -110,27 +109,6 @@ def _run(recipe: Path, node: int, folder: Path) -> dict[str, Any]:
         "tokens_per_s": [row["tokens_per_s"] for row in rows],
         "wall_s": seconds,
     }
-
-
-def _peak(process: psutil.Process | None) -> int:
-    """VmHWM of a process; 0 if there is none (any more)."""
-    try:
-        found = process and re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
-    except OSError:  # it is just ending
-        return 0
-    return 1024 * int(found[1]) if found else 0
-
-
-def _rank(launched: Process) -> psutil.Process | None:
-    """The process that trains, below the launcher's."""
-    try:
-        for process in launched.family():
-            command = process.cmdline()
-            if "spes_mega.node.main" in command and any(part.startswith("--local_rank") for part in command):
-                return process
-    except psutil.Error:  # one is just ending
-        pass
-    return None
 
 
 @contextmanager

@@ -74,6 +74,27 @@ def launch(recipe, *options, ranks=1):
     return Process([*COMMAND, "launch", recipe, "--ranks", ranks, *options])
 
 
+def peak_rss(pid):
+    """VmHWM in bytes of a process; 0 if there is none (any more)."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:  # it is just ending
+        return 0
+    return 1024 * int(found[1]) if found else 0
+
+
+def peak_of_rank(node):
+    """VmHWM in bytes of the process that trains, so far; 0 if there is none (any more)."""
+    try:
+        for process in psutil.Process(node.popen.pid).children(recursive=True):
+            command = process.cmdline()
+            if "spes_mega.node.main" in command and any(part.startswith("--local_rank") for part in command):
+                return peak_rss(process.pid)
+    except psutil.Error:  # it is just ending
+        pass
+    return 0
+
+
 class Hub(Process):
     """A hub process that listens."""
 

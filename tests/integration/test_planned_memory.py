@@ -1,14 +1,11 @@
 """What `spes-mega plan` says of a node's memory, against the peak of real nodes under the deepspeed launcher."""
 
-import re
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from integration.conftest import MODEL
-from integration.processes import COMMAND, Process
+from integration.processes import COMMAND, Process, peak_of_rank
 from spes_mega.recipe import load_recipe
 from spes_mega.tools.plan.memory import RUNTIME, rank_memory
 
@@ -20,19 +17,6 @@ SIZES = {"none": MODEL, "67M": {**SHAPE, "num_layers": 6}, "130M": {**SHAPE, "nu
 TRAIN = {"steps": 2, "seq_len": 256, "micro_batch_size": 2, "warmup_steps": 0}
 # Without it glibc keeps most of what is freed (see docs/memory.md), how much differs from run to run.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-
-
-def peak_of_rank(node):
-    """VmHWM in bytes of the process that trains, so far; 0 if there is none (any more)."""
-    try:
-        for process in psutil.Process(node.popen.pid).children(recursive=True):
-            command = process.cmdline()
-            if "spes_mega.node.main" in command and any(part.startswith("--local_rank") for part in command):
-                status = Path(f"/proc/{process.pid}/status").read_text()
-                return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
-    except (psutil.Error, OSError, TypeError):  # it is just ending
-        pass
-    return 0
 
 
 @pytest.fixture(scope="module")
