@@ -1,13 +1,10 @@
 """How long a round takes, and how much memory, beside one plain TCP stream on loopback and the disk."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +13,9 @@ import click
 import yaml
 from measure import cpu_seconds, disk_bytes_per_s, loopback_bytes_per_s, peak_rss_bytes
 from shapes import SHAPES, make_recipe, num_parameters, parsed
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scratch import scratch
 
 _HERE = Path(__file__).parent
 LIMIT = 6
@@ -69,7 +69,7 @@ def main(params: str, nodes: int, codec: str, merge: bool, rounds: int, folder: 
     what all its bytes, of all nodes and both ways, would take through one plain TCP stream. Figures are medians.
     """
     raw = make_recipe(params, nodes, rounds + 1, codec, merge)
-    with _scratch(folder):
+    with scratch(folder):
         (folder / "recipe.yaml").write_text(yaml.safe_dump(raw))
         loopback, disk = loopback_bytes_per_s(), disk_bytes_per_s(folder)
         measured = _measure(folder, nodes, rounds)
@@ -154,18 +154,6 @@ def _await_event(hub: Worker, event: str) -> dict[str, Any]:
     while (heard := hub.hear_json())["event"] != event:
         pass
     return heard
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """`folder` is made anew, and removed at the end."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.sync()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 import json
 import re
-import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,10 @@ import numpy as np
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from integration.processes import Hub, launch, peak_of_rank, peak_rss
+from scratch import scratch
 
 from spes_mega.recipe import Recipe, load_recipe
 
@@ -40,7 +40,7 @@ def main(
 
     The other nodes never come. Peaks are VmHWM of the hub's process and of the rank that trains.
     """
-    with _scratch(folder):
+    with scratch(folder):
         short = _short(recipe, overrides, sequence, steps, folder)
         _write_data(folder / "train", load_recipe(short))
         figures = _run(short, node, folder)
@@ -109,17 +109,6 @@ def _run(recipe: Path, node: int, folder: Path) -> dict[str, Any]:
         "tokens_per_s": [row["tokens_per_s"] for row in rows],
         "wall_s": seconds,
     }
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """`folder` is made anew, and removed at the end."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 import json
 import random
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -15,9 +13,11 @@ import numpy as np
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from hub.relay import Relay
 from integration.processes import COMMAND, Hub, Process, launch
+from scratch import scratch
 
 VOCAB = 64
 MODEL = {
@@ -41,7 +41,7 @@ def main(steps: int, sync_every: int, bytes_per_second: int, runs: int, folder: 
     """
     if steps < 5 * sync_every:
         raise click.UsageError("five rounds are needed: steps must be at least 5 times sync-every")
-    with _scratch(folder):
+    with scratch(folder):
         for name, documents in (("train", 400), ("heldout", 40)):
             _write_data(folder / name, documents)
         found: dict[str, list[dict[str, float]]] = {"plain": [], "overlap": []}
@@ -117,17 +117,6 @@ def _rounds(out: Path, sync_every: int) -> list[tuple[float, float]]:
     tokens = sum(rows[0]["tokens_per_expert"][0]) / MODEL["top_k"]
     rounds = [rows[start : start + sync_every] for start in range(0, len(rows), sync_every)][2:-1]
     return [(r[-1]["sync_seconds"], sum(tokens / row["tokens_per_s"] for row in r)) for r in rounds]
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """`folder` is made anew, and removed at the end."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
