@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from spes_mega.errors import DeadlineError
 from spes_mega.hub.access import Access
 from spes_mega.hub.faults import TRANSIENT, PayloadError, answered_by_hub, error_of
 from spes_mega.hub.handshake import check_handshake
 from spes_mega.hub.keys import CallerTls
+from spes_mega.hub.retry_notice import RetryNotice
 from spes_mega.hub.transfer import Stub
 
 T = TypeVar("T")
@@ -45,8 +46,12 @@ class Limit:
 class Channel:
     """Calls the hub's methods; what is transient is tried again until `limit` is over."""
 
-    def __init__(self, address: str, access: Access, limit: Limit) -> None:
+    def __init__(
+        self, address: str, access: Access, limit: Limit, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`say` gets a line now and then while a call keeps failing."""
         self.address = address
+        self._say = say
         self.limit = limit
         self._tls = access.tls
         self._metadata = (("authorization", f"Bearer {access.token}"),) if access.token else ()
@@ -58,19 +63,24 @@ class Channel:
         An attempt is given up after `timeout_s`, all of them together after the channel's limit.
         """
         end = time.monotonic() + self.limit.seconds
-        return self.retrying(lambda: self.open(method, request, attempt_s(timeout_s, end)))
+        return self.retrying(lambda: self.open(method, request, attempt_s(timeout_s, end)), end)
 
     def open(self, method: str, request: Any, timeout_s: float) -> Any:
         """One attempt at any call, streaming or not; gRPC's own errors."""
         return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
 
-    def retrying(self, attempt: Callable[[], T], limit: Limit | None = None) -> T:
-        """Run `attempt` until it succeeds, fails for good, or `limit` (default: the channel's) is over."""
+    def retrying(self, attempt: Callable[[], T], end: float, limit: Limit | None = None) -> T:
+        """Run `attempt` until it succeeds, fails for good, or it is `end` (of time.monotonic).
+
+        `limit` (default: the channel's) is what the end follows from.
+        """
         limit = limit or self.limit
+        notice = RetryNotice(f"hub at {self.address}", end, limit.setting, self._say)
         policy = Retrying(
             retry=retry_if_exception(_is_transient),
             wait=wait_random_exponential(multiplier=0.2, max=5),
-            stop=stop_after_delay(limit.seconds),
+            stop=lambda state: time.monotonic() >= end,
+            before_sleep=lambda state: notice.failed(_reason(state)),
             retry_error_callback=lambda state: self._give_up(state, limit),
         )
         try:
@@ -87,12 +97,10 @@ class Channel:
             raise
 
     def _give_up(self, state: RetryCallState, limit: Limit) -> Any:
-        last = state.outcome.exception() if state.outcome else None
-        text = last.details() if isinstance(last, grpc.RpcError) else str(last)
         raise DeadlineError(
-            f"hub at {self.address}: no success within {limit} (last: {text}); "
+            f"hub at {self.address}: no success within {limit} (last: {_reason(state)}); "
             "is it running, and can this machine reach it?"
-        ) from last
+        ) from _failure(state)
 
     def close(self) -> None:
         """End all calls that are under way, and refuse others."""
@@ -119,3 +127,12 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, grpc.RpcError):
         return error.code() in TRANSIENT
     return isinstance(error, PayloadError)  # a download that was damaged on its way
+
+
+def _failure(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+def _reason(state: RetryCallState) -> str:
+    failure = _failure(state)
+    return str(failure.details()) if isinstance(failure, grpc.RpcError) else str(failure)

@@ -128,15 +128,16 @@ class HubClient:
         wait_setting: str = "",
         spool_dir: Path | None = None,
         replica: Replica | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`spool_dir` needs room for one state of the model and one push; default: the system's temporary directory.
 
         `replica` belongs to runs in which weights travel with loss; `for_recipe` makes it.
 
         What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
-        name these limits in messages.
+        name these limits in messages. `say` gets a line now and then while the hub does not answer; from any thread.
         """
-        self._channel = Channel(address, access, Limit(rpc_deadline_s, rpc_setting))
+        self._channel = Channel(address, access, Limit(rpc_deadline_s, rpc_setting), say)
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
         self._delivery = Delivery(self._channel, self._caller)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
@@ -147,7 +148,14 @@ class HubClient:
 
     @classmethod
     def for_recipe(
-        cls, recipe: Recipe, address: str, node: int, *, access: Access = OPEN, spool_dir: Path | None = None
+        cls,
+        recipe: Recipe,
+        address: str,
+        node: int,
+        *,
+        access: Access = OPEN,
+        spool_dir: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> Self:
         """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
         spes = recipe.spes
@@ -164,6 +172,7 @@ class HubClient:
             wait_setting="spes.join_deadline_s + 2 spes.round_deadline_s + spes.rpc_deadline_s",
             spool_dir=spool_dir,
             replica=replica,
+            say=say,
         )
 
     @property
@@ -248,13 +257,10 @@ class HubClient:
         def poll() -> int:
             return cast(int, self._channel.open("WaitRound", request, attempt_s(POLL_S + ANSWER_S, end)).round)
 
-        def wait() -> int:
-            while (newest := poll()) < round_:
-                if time.monotonic() > end:
-                    raise DeadlineError(f"hub at {self.address}: round {round_} was not closed within {limit}")
-            return newest
-
-        return self._channel.retrying(wait, limit)
+        while (newest := self._channel.retrying(poll, end, limit)) < round_:
+            if time.monotonic() > end:
+                raise DeadlineError(f"hub at {self.address}: round {round_} was not closed within {limit}")
+        return newest
 
     def leave(self) -> None:
         """Tell the hub that this node takes no more part, so that nobody waits for it."""

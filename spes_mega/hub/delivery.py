@@ -44,7 +44,7 @@ class Delivery:
                 messages = self._messages(file, opening, min(reply.chunk_bytes, MAX_CHUNK_BYTES))
                 self._channel.open("Push", messages, attempt_s(self._channel.limit.seconds, end))
 
-        self._channel.retrying(attempt)
+        self._channel.retrying(attempt, end)
 
     def _messages(self, file: BinaryIO, opening: pb.PushOpening, chunk: int) -> Iterator[bytes]:
         yield opening.SerializeToString()
@@ -58,7 +58,7 @@ class Delivery:
         """Fill a file with the newest state; returns what the hub says of it. Raises what `send` raises."""
         request = pb.PullRequest(caller=self._caller, have_round=have_round)
         end = time.monotonic() + self._channel.limit.seconds
-        return self._channel.retrying(lambda: self._fetch(file, request, end))
+        return self._channel.retrying(lambda: self._fetch(file, request, end), end)
 
     def _fetch(self, file: BinaryIO, request: pb.PullRequest, end: float) -> pb.PullOpening:
         messages = self._channel.open("Pull", request, attempt_s(self._channel.limit.seconds, end))

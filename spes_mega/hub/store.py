@@ -36,6 +36,7 @@ from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.hub.published import BESIDE, Published
 from spes_mega.hub.room import noticing_full
+from spes_mega.hub.state_folder import PARTS, check_own
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files
 from spes_mega.layout.writer import CheckpointWriter
@@ -57,7 +58,8 @@ class Store:
         self._recipe = recipe
         self._terms = Terms(recipe.spes)
         try:
-            for part in ("rounds", "pushes", "snapshots"):
+            check_own(root)
+            for part in PARTS:
                 (root / part).mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
             try:

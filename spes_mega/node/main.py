@@ -13,6 +13,7 @@ import click
 from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.node.out_lock import lock_out
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
@@ -72,7 +73,7 @@ class _Node:
         data = self.ranks.agree(
             lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
         )
-        self.ranks.first(lambda: self.options.out.mkdir(parents=True, exist_ok=True))
+        self.ranks.first(lambda: lock_out(self.options.out))
         with Resume(self.recipe, self.options, data, self.ranks, self.say) as resume, self._source() as source:
             self._train(data, source, resume)
 
@@ -95,6 +96,7 @@ class _Node:
                 self.options.node,
                 access=access,
                 spool_dir=self.options.out,
+                say=self.say,
             )
         capacity = self.recipe.spes.capacity
         arguments = (self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)

@@ -124,6 +124,29 @@ def test_another_recipe_and_another_hub_are_refused(store, tmp_path):
     store._lock = store._take_lock()
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["notes.txt"], "other files: notes.txt;"), (["a", "b", "rounds"], "other files: a and 1 more;")],
+)
+def test_a_folder_of_something_else_is_refused_and_left_as_it_was(recipe, tmp_path, names, message):
+    root = tmp_path / "home"
+    for name in names:
+        (root / name).mkdir(parents=True)
+    with pytest.raises(StoreError, match=message):
+        Store(root, recipe)
+    assert sorted(path.name for path in root.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("left", [[], ["lost+found"], ["rounds", "pushes", "snapshots", "lock", ".run.json.partial"]])
+def test_an_empty_folder_and_what_a_failed_first_start_left_are_taken(recipe, tmp_path, left):
+    root = tmp_path / "state"
+    root.mkdir()
+    for name in left:
+        (root / name).touch() if name in ("lock", ".run.json.partial") else (root / name).mkdir()
+    Store(root, recipe).close()
+    assert (root / "run.json").exists()
+
+
 def test_damage_is_named(store, recipe, tmp_path):
     path = tmp_path / "state/rounds/000000/round.json"
     path.write_text(path.read_text().replace('"merges"', '"m"'))

@@ -31,6 +31,9 @@ def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, star
     node.wait_for("step 3/", timeout=190)
     family = node.family()
     assert len(family) == 5  # spes-mega, the launcher and its child, two ranks
+    second = start_node(recipe, "--node", 0, "--hub", hub.address, "--out", tmp_path / "out")
+    assert second.wait() == 3
+    assert f"error: --out {tmp_path}/out: another node is using this directory" in second.output
     asked = time.monotonic()
     node.popen.send_signal(signal.SIGTERM)
     assert node.wait() == 128 + signal.SIGTERM
@@ -40,7 +43,7 @@ def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, star
     assert psutil.wait_procs(family, timeout=1)[1] == []
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["checkpoints", "metrics.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["checkpoints", "lock", "metrics.jsonl"]
     with HubClient.for_recipe(load_recipe(recipe), hub.address, 0) as client:
         (status,) = [n for n in client.status()["nodes"] if n["node"] == 1]
         assert status["state"] == "left"
