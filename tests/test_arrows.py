@@ -13,14 +13,15 @@ ALLOWED = {
     "model": GROUND | {"layout"},
     "hub": GROUND | {"layout", "outer", "options"},
     "node": GROUND | {"layout", "outer", "model", "hub.client", "hub.access", "options", "overlays"},
-    "tools": GROUND | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.status", "options", "progress"},
+    "tools": GROUND
+    | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status", "options", "progress"},
     "upcycle": GROUND | {"layout", "options", "progress"},
 }
 
 
 def room_of_callers(parts: list[str]) -> bool:
     """Whether a module of the hub is for those who call it, too."""
-    return len(parts) > 2 and parts[2] in {"client", "access", "keys", "status"}
+    return len(parts) > 2 and parts[2] in {"client", "access", "keys", "sizes", "status"}
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -20,7 +20,7 @@ from spes_mega.tools.plan.compute import flops_per_token
 from spes_mega.tools.plan.memory import PIECE, rank_memory
 from spes_mega.tools.plan.plan import Machines, make_plan
 from spes_mega.tools.plan.suggest import suggest
-from spes_mega.tools.plan.traffic import Links, merging_rounds, node_traffic, round_seconds
+from spes_mega.tools.plan.traffic import CONFIGURED, Links, merging_rounds, node_traffic, round_seconds, waited_seconds
 from tests.model import tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -172,18 +172,59 @@ def test_bytes_of_a_round_are_those_of_the_smollm2_example():
     recipe = load_recipe(Path(__file__).parents[2] / "examples/smollm2/recipe.yaml")
     ownership = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
     for node in (0, 1):
-        traffic = node_traffic(recipe, ownership, node, "fp32")
+        traffic = node_traffic(recipe, ownership, node, "fp32", 0)
         megabytes = [traffic.up / 1e6, traffic.down / 1e6, traffic.down_after_merge / 1e6]
         assert megabytes == pytest.approx([856.9, 856.9, 1493.9], abs=0.2)
-        half = node_traffic(recipe, ownership, node, "bf16")
-        assert (half.up, half.down) == (traffic.up // 2, traffic.down // 2)
-        assert node_traffic(recipe, ownership, node, "int8").up == pytest.approx(traffic.up / 4, rel=0.01)
+        half = node_traffic(recipe, ownership, node, "bf16", 0)
+        assert (half.up, half.down) == pytest.approx((traffic.up / 2, traffic.down / 2), rel=1e-3)
+        assert node_traffic(recipe, ownership, node, "int8", 0).up == pytest.approx(traffic.up / 4, rel=0.01)
+
+
+def test_the_recipes_own_wire_has_a_row_beside_the_codecs():
+    """Directions and kinds apart; with one codec for everything it is that codec's row."""
+    wire = "spes.wire={up: {shared: bf16, experts: int8}, down: {shared: int8, experts: fp32}}"
+    found = make_plan(shipped("2b", wire), machines()).spes.exchanges
+    counts = count_parameters(load_recipe(CONFIGS / "2b.yaml").model)
+    experts = 16 * counts.expert  # of one expert, in all layers
+    assert found[CONFIGURED].up == pytest.approx(2 * counts.shared + experts, rel=2e-3)
+    assert found[CONFIGURED].down == pytest.approx(counts.shared + 4 * 15 * experts, rel=2e-3)
+    assert found["int8"].up < found[CONFIGURED].up < found["bf16"].up
+    plain = make_plan(shipped("2b", "spes.wire=int8"), machines()).schemes
+    for scheme in plain[:2]:
+        assert scheme.exchanges[CONFIGURED] == scheme.exchanges["int8"]
+    assert CONFIGURED not in plain[2].exchanges
+
+
+def test_experts_that_are_not_just_averaged_come_back_to_their_own_node():
+    outer = "spes.outer.experts={optimizer: nesterov, lr: 0.7, momentum: 0.9}"
+    plain, moving = (make_plan(shipped("2b", *more), machines()) for more in ((), (outer,)))
+    total = count_parameters(plain.recipe.model).total
+    assert moving.spes.exchanges["fp32"].down == pytest.approx(4 * total, rel=1e-3)
+    assert plain.spes.exchanges["fp32"].down < 0.96 * 4 * total
+
+
+@pytest.mark.parametrize(
+    ("exchange_s", "rounds", "lost_s"), [(30, 4, 30 / 4), (150, 4, (3 * 50 + 150) / 4), (30, 1, 30)]
+)
+def test_overlap_loses_what_is_longer_than_the_next_rounds_compute(exchange_s, rounds, lost_s):
+    """And the whole of the last round's exchange, as `OverlappingHubNode` closes it in the plain way."""
+    settings = (f"train.steps={100 * rounds}", "train.warmup_steps=1", "spes.merge_steps=0")
+    plain, overlapping = (shipped("2b", *settings, f"spes.overlap={on}") for on in ("false", "true"))
+    assert waited_seconds(overlapping, exchange_s, 100) == pytest.approx(lost_s)
+    assert waited_seconds(plain, exchange_s, 100) == exchange_s
+
+
+def test_the_share_of_time_lost_is_that_with_overlap():
+    exchange = make_plan(shipped("9b", "spes.overlap=true"), machines(gpus=8, tflops=300)).spes.exchanges["int8"]
+    assert exchange.seconds > 60
+    assert exchange.waited_s == pytest.approx(exchange.seconds / 1000)
+    assert exchange.share_lost < 1e-3
 
 
 def test_the_slower_link_counts():
     recipe = shipped("tiny", "spes.merge_steps=0")
     ownership = ownership_of(4, 2, "equal")
-    nodes = [node_traffic(recipe, ownership, node, "fp32") for node in (0, 1)]
+    nodes = [node_traffic(recipe, ownership, node, "fp32", 0) for node in (0, 1)]
     moved = 8 * (nodes[0].up + nodes[0].down)
     assert round_seconds(Links(1e6, 1e9), nodes, 0)[0] == pytest.approx(moved / 1e6)
     assert round_seconds(Links(1e6, 1e9), nodes, 0)[1] == pytest.approx(2 * moved / 1e9)
@@ -218,6 +259,35 @@ def test_checkpoints_need_room_for_weights_and_moments_of_what_is_trained():
     assert make_plan(shipped("2b", "checkpoint.every=0"), machines()).disk.node_checkpoints == 0
 
 
+def test_disks_hold_what_lossy_codecs_overlap_and_momentum_need():
+    """The files themselves are compared in tests/hub/test_sizes.py."""
+    recipe = shipped("2b")
+    counts = count_parameters(recipe.model)
+    state, trained = 4 * counts.total, 4 * counts.trainable(1)
+    experts = 16 * 4 * counts.expert
+
+    def disk(*settings: str):
+        return make_plan(shipped("2b", *settings), machines()).disk
+
+    plain = disk()
+    assert plain.hub_weights == pytest.approx(3 * state, rel=1e-3)
+    assert plain.hub_beside == plain.node_overlap == plain.node_moving == 0
+    assert plain.hub_pushes == pytest.approx(16 * trained, rel=1e-3)
+    assert plain.node == plain.node_spools == pytest.approx(state + trained, rel=1e-3)
+    lossy = disk("spes.wire=bf16")
+    assert lossy.hub_weights == plain.hub_weights
+    assert lossy.hub_beside == pytest.approx(3 * 1.5 * state, rel=1e-3)  # residual, and the change in bf16
+    assert lossy.hub_pushes == pytest.approx(plain.hub_pushes / 2, rel=1e-3)
+    # A state and a push, the published weights, the node's experts that are staged, two residuals.
+    assert lossy.node_spools == pytest.approx(2 * state + trained / 2 + experts + 2 * trained, rel=1e-3)
+    assert lossy.node_checkpoints == pytest.approx(plain.node_checkpoints * 4 / 3, rel=1e-3)
+    moving = disk("spes.outer.shared={optimizer: nesterov, lr: 0.7, momentum: 0.9}")
+    assert moving.hub_beside == pytest.approx(3 * 4 * counts.shared, rel=1e-3)
+    assert disk("spes.overlap=true").node_overlap == disk("spes.adopt_after=2").node_moving == 2 * trained
+    assert disk("spes.overlap=true", "spes.wire=bf16").node_checkpoints == plain.node_checkpoints
+    assert plain.hub_snapshots == disk("spes.wire=bf16").hub_snapshots == pytest.approx(100 * state, rel=1e-3)
+
+
 def test_a_suggestion_fits_and_nothing_cheaper_would():
     assert suggest(make_plan(shipped("2b"), machines())) == []
     (found,) = suggest(make_plan(shipped("2b"), machines(memory=20 * GIB)))
@@ -243,6 +313,15 @@ def test_the_command_says_whether_it_fits_and_what_would():
     assert "It does not fit" in text
     assert "Cheapest change that fits: --set train.micro_batch_size=" in text
     assert "micro-batch 8 x 2048" in text
+
+
+def test_the_table_marks_the_recipes_own_codecs():
+    recipe = str(CONFIGS / "2b.yaml")
+    assert "fp32 *" in run(recipe)
+    text = run(recipe, "--set", "spes.wire.up=int8", "--set", "spes.overlap=true")
+    assert "spes.wire: up int8, down fp32" in text
+    assert "│ spes.wire │" in text
+    assert "for spes.overlap" in text
 
 
 def test_json_has_what_the_tables_have():

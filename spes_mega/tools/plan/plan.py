@@ -3,19 +3,22 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from spes_mega.hub.sizes import RoundBytes
 from spes_mega.layout.counts import ParameterCounts, count_parameters
 from spes_mega.outer.ownership import Ownership, ownership_of
 from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.compute import Flops, flops_per_token, tokens_per_step
+from spes_mega.tools.plan.disk import Disk, planned_disk
 from spes_mega.tools.plan.memory import Device, Memory, rank_memory
 from spes_mega.tools.plan.traffic import (
     CODECS,
+    CONFIGURED,
     Links,
-    NodeTraffic,
     centralized_bytes,
     merging_rounds,
     node_traffic,
     round_seconds,
+    waited_seconds,
 )
 
 USABLE = 0.95
@@ -59,13 +62,17 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A round's communication in one precision. Bytes are those of the node that moves most."""
+    """A round's communication in one precision. Bytes are those of the node that moves most.
+
+    `waited_s` of it nodes do not train, a round on average; that is `share_lost` of their time.
+    """
 
     up: int
     down: int
     down_after_merge: int
     node_link_s: float
     hub_link_s: float
+    waited_s: float
     share_lost: float
 
     @property
@@ -107,17 +114,6 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Disk:
-    """Bytes: the hub's state at its largest (two states, one being written, all pushes), its snapshots in all, and a
-    node's files: what is on its way, and its checkpoints, of which one is being written."""
-
-    hub_state: int
-    hub_snapshots: int
-    node: int
-    node_checkpoints: int
-
-
-@dataclass(frozen=True)
 class Plan:
     recipe: Recipe
     machines: Machines
@@ -140,7 +136,9 @@ class Plan:
             "rounds": recipe.num_rounds,
             "merging_rounds": merging_rounds(recipe),
             "tokens_per_step_and_node": tokens_per_step(recipe, self.machines.gpus),
-            "disk": asdict(self.disk),
+            "disk": {**asdict(self.disk), "hub_state": self.disk.hub_state, "node": self.disk.node},
+            "wire": recipe.spes.wire.model_dump(),
+            "overlap": recipe.spes.overlap,
             "fits": self.spes.fits,
             "schemes": [scheme.as_json() for scheme in self.schemes],
         }
@@ -150,45 +148,68 @@ def make_plan(recipe: Recipe, machines: Machines) -> Plan:
     """The plan of `recipe`, whose first scheme is the recipe itself; the others train every expert everywhere."""
     model, spes = recipe.model, recipe.spes
     everything = ownership_of(model.num_experts, spes.num_nodes, "all")
-    own = ownership_of(model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
+    own = _ownership(recipe)
     schemes = (
         _rounds("this recipe", recipe, own, machines),
         _rounds("DiLoCo", recipe, everything, machines),
         _centralized(recipe, machines),
     )
-    return Plan(recipe, machines, count_parameters(model), schemes, _disk(recipe, own))
+    disk = planned_disk(recipe, own, _tokens(recipe, machines))
+    return Plan(recipe, machines, count_parameters(model), schemes, disk)
 
 
-def _rounds(name: str, recipe: Recipe, ownership: Ownership, machines: Machines) -> Scheme:
+def _ownership(recipe: Recipe) -> Ownership:
+    spes = recipe.spes
+    return ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
+
+
+def _tokens(recipe: Recipe, machines: Machines) -> int:
+    """That a node trains on in a round."""
+    return tokens_per_step(recipe, machines.gpus) * recipe.spes.sync_every
+
+
+def node_groups(recipe: Recipe, machines: Machines) -> tuple[NodeGroup, ...]:
+    """The nodes of the recipe as it stands."""
+    return _groups(recipe, _ownership(recipe), machines)
+
+
+def _groups(recipe: Recipe, ownership: Ownership, machines: Machines) -> tuple[NodeGroup, ...]:
     by_load: dict[int, list[int]] = {}
     for node in range(ownership.num_nodes):
         by_load.setdefault(len(ownership.owned(node)), []).append(node)
-    groups = tuple(_group(recipe, tuple(nodes), owned, machines, machines.gpus) for owned, nodes in by_load.items())
+    return tuple(_group(recipe, tuple(nodes), owned, machines, machines.gpus) for owned, nodes in by_load.items())
+
+
+def _rounds(name: str, recipe: Recipe, ownership: Ownership, machines: Machines) -> Scheme:
+    groups = _groups(recipe, ownership, machines)
     compute = max(group.compute_s for group in groups)
-    return Scheme(name, groups, {codec: _exchange(recipe, ownership, codec, machines, compute) for codec in CODECS})
+    codecs = (*CODECS, CONFIGURED)
+    return Scheme(name, groups, {codec: _exchange(recipe, ownership, codec, machines, compute) for codec in codecs})
 
 
 def _group(recipe: Recipe, nodes: tuple[int, ...], owned: int, machines: Machines, ranks: int) -> NodeGroup:
     memory = rank_memory(recipe, owned, ranks, machines.device)
     flops = flops_per_token(recipe, owned)
-    tokens = tokens_per_step(recipe, machines.gpus) * recipe.spes.sync_every
-    seconds = flops.total * tokens / (machines.gpus * machines.tflops * 1e12)
+    seconds = flops.total * _tokens(recipe, machines) / (machines.gpus * machines.tflops * 1e12)
     trained = count_parameters(recipe.model).trainable(owned)
     return NodeGroup(nodes, owned, trained, memory, flops, seconds, memory.peak <= USABLE * machines.memory)
 
 
 def _exchange(recipe: Recipe, ownership: Ownership, codec: str, machines: Machines, compute_s: float) -> Exchange:
     loads = {ownership.owned(node): node for node in range(ownership.num_nodes)}
-    traffic = {owned: node_traffic(recipe, ownership, node, codec) for owned, node in loads.items()}
-    nodes: list[NodeTraffic] = [traffic[ownership.owned(node)] for node in range(ownership.num_nodes)]
+    tokens = _tokens(recipe, machines)
+    traffic = {owned: node_traffic(recipe, ownership, node, codec, tokens) for owned, node in loads.items()}
+    nodes: list[RoundBytes] = [traffic[ownership.owned(node)] for node in range(ownership.num_nodes)]
     on_node, on_hub = round_seconds(machines.links, nodes, merging_rounds(recipe) / recipe.num_rounds)
+    waited = waited_seconds(recipe, max(on_node, on_hub), compute_s)
     return Exchange(
         up=max(node.up for node in nodes),
         down=max(node.down for node in nodes),
         down_after_merge=max(node.down_after_merge for node in nodes),
         node_link_s=on_node,
         hub_link_s=on_hub,
-        share_lost=_share(max(on_node, on_hub), compute_s),
+        waited_s=waited,
+        share_lost=_share(waited, compute_s),
     )
 
 
@@ -201,23 +222,9 @@ def _centralized(recipe: Recipe, machines: Machines) -> Scheme:
     for codec, size in (("fp32", 4), ("bf16", 2)):
         moved = spes.sync_every * centralized_bytes(group.trained, len(nodes), size)
         seconds = 8 * moved / machines.links.node
-        exchanges[codec] = Exchange(moved, moved, moved, seconds, 0.0, _share(seconds, group.compute_s))
+        exchanges[codec] = Exchange(moved, moved, moved, seconds, 0.0, seconds, _share(seconds, group.compute_s))
     return Scheme("centralized", (group,), exchanges)
 
 
 def _share(lost_s: float, compute_s: float) -> float:
     return lost_s / (lost_s + compute_s) if lost_s + compute_s else 0.0
-
-
-def _disk(recipe: Recipe, ownership: Ownership) -> Disk:
-    state = 4 * count_parameters(recipe.model).total
-    rounds, every = recipe.num_rounds, recipe.spes.snapshot_every
-    traffic = [node_traffic(recipe, ownership, node, "fp32") for node in range(ownership.num_nodes)]
-    kept = recipe.checkpoint.keep_last + 1 if recipe.checkpoint.every else 0
-    return Disk(
-        hub_state=3 * state + sum(node.up for node in traffic),
-        hub_snapshots=state * (rounds // every + (rounds % every > 0)),
-        node=max(node.up + node.down_after_merge for node in traffic),
-        # what it trains, and two moments of it
-        node_checkpoints=kept * 3 * max(node.up for node in traffic),
-    )

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from spes_mega.tools.plan.compute import tokens_per_step
-from spes_mega.tools.plan.plan import Exchange, NodeGroup, Plan
+from spes_mega.tools.plan.plan import Exchange, NodeGroup, Plan, Scheme
 from spes_mega.tools.plan.suggest import Suggestion
-from spes_mega.tools.plan.traffic import CODECS, merging_rounds
+from spes_mega.tools.plan.traffic import CODECS, CONFIGURED, merging_rounds, wire_text
 from spes_mega.tools.plan.units import duration, gigabytes, rate
 
 NARROW = 110
@@ -81,17 +81,37 @@ def _numbers(nodes: tuple[int, ...]) -> str:
 def _round_table(plan: Plan) -> Table:
     spes = plan.recipe.spes
     table = Table(title=f"One round of {spes.sync_every} steps", title_justify="left", caption_justify="left")
-    merging = merging_rounds(plan.recipe)
-    table.caption = "up, down: of the node that moves most; lost: of the time, to the slower of the two links" + (
-        f"; {merging} of {plan.recipe.num_rounds} rounds end with a merge" if merging else ""
-    )
+    table.caption = _round_caption(plan)
     for name in ("", "compute", "sent as", "up", "down", "with merge", "node's link", "hub's link", "lost"):
         table.add_column(name, justify="left" if name in ("", "sent as") else "right")
     for scheme in plan.schemes:
-        for index, codec in enumerate(codec for codec in CODECS if codec in scheme.exchanges):
+        for index, (sent_as, exchange) in enumerate(_rows(plan, scheme)):
             start = (scheme.name, duration(scheme.compute_s)) if not index else ("", "")
-            table.add_row(*start, codec, *_exchange_cells(scheme.exchanges[codec]))
+            table.add_row(*start, sent_as, *_exchange_cells(exchange))
     return table
+
+
+def _rows(plan: Plan, scheme: Scheme) -> Iterator[tuple[str, Exchange]]:
+    """The recipe's own codecs first; or marked, if it is one for everything."""
+    said = wire_text(plan.recipe.spes.wire)
+    if CONFIGURED in scheme.exchanges and said not in CODECS:
+        yield CONFIGURED, scheme.exchanges[CONFIGURED]
+    for codec in CODECS:
+        if codec in scheme.exchanges:
+            own = codec == said and CONFIGURED in scheme.exchanges
+            yield (f"{codec} *" if own else codec), scheme.exchanges[codec]
+
+
+def _round_caption(plan: Plan) -> str:
+    spes, merging = plan.recipe.spes, merging_rounds(plan.recipe)
+    lines = ["up, down: of the node that moves most; lost: of the time, to the slower of the two links"]
+    if merging:
+        lines.append(f"{merging} of {plan.recipe.num_rounds} rounds end with a merge")
+    said = wire_text(spes.wire)
+    lines.append("*: by spes.wire" if said in CODECS else f"spes.wire: {said}")
+    if spes.overlap:
+        lines.append("spes.overlap: what is no longer than the next round's compute is not lost (but in the last)")
+    return "\n".join(lines)
 
 
 def _exchange_cells(exchange: Exchange) -> list[str]:
@@ -102,12 +122,21 @@ def _exchange_cells(exchange: Exchange) -> list[str]:
 
 
 def _disk(plan: Plan) -> Iterable[str]:
-    disk = plan.disk
-    yield (
-        f"Disk: hub {gigabytes(disk.hub_state)} for its state and {gigabytes(disk.hub_snapshots)} for all snapshots "
-        f"(one every {plan.recipe.spes.snapshot_every} rounds); a node {gigabytes(disk.node)} for what is on its way "
-        f"and {gigabytes(disk.node_checkpoints)} for checkpoints"
+    disk, spes = plan.disk, plan.recipe.spes
+    beside = (
+        f" and {gigabytes(disk.hub_beside)} of residuals, changes and momentum beside it" if disk.hub_beside else ""
     )
+    yield (
+        f"Disk of the hub: {gigabytes(disk.hub_state)} for its state ({gigabytes(disk.hub_weights)} of weights, three "
+        f"times{beside}; {gigabytes(disk.hub_pushes)} of pushes), {gigabytes(disk.hub_snapshots)} for all snapshots "
+        f"(one every {spes.snapshot_every} rounds)"
+    )
+    parts = [f"{gigabytes(disk.node_spools)} for what is on its way"]
+    if disk.node_overlap:
+        parts.append(f"{gigabytes(disk.node_overlap)} for spes.overlap")
+    if disk.node_moving:
+        parts.append(f"{gigabytes(disk.node_moving)} while experts change hands")
+    yield f"Disk of a node: {', '.join(parts)}, {gigabytes(disk.node_checkpoints)} for checkpoints"
     if host := max(group.memory.host for group in plan.spes.groups):
         yield f"RAM of a node for the optimizer that is offloaded: {gigabytes(host * plan.machines.gpus)}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from spes_mega.errors import RecipeError
 from spes_mega.recipe import override_recipe
-from spes_mega.tools.plan.plan import Plan, make_plan
+from spes_mega.tools.plan.plan import Plan, node_groups
 
 OPTIMIZER_ON_CPU = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
 
@@ -100,5 +100,6 @@ def _try(plan: Plan, chosen: tuple[Change, ...]) -> Suggestion | None:
         changed = override_recipe(plan.recipe, settings)
     except RecipeError:
         return None
-    tried = make_plan(changed, plan.machines).spes
-    return Suggestion(settings, tuple(change.price for change in chosen), tried.peak, tried.fits)
+    groups = node_groups(changed, plan.machines)
+    peak, fits = max(group.memory.peak for group in groups), all(group.fits for group in groups)
+    return Suggestion(settings, tuple(change.price for change in chosen), peak, fits)

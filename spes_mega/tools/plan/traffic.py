@@ -1,54 +1,44 @@
 """Bytes between nodes, and the seconds that they take.
 
 SPES and DiLoCo, once a round: every node sends its shared weights and the experts that it trains, then gets what others
-changed: all but the experts that it alone trains; after a merge, those too. The links of the nodes work side by side,
-the hub's carries the sum. Centralized training, every step: gradients are summed over the nodes and updated weights are
-given out, each of which moves (N - 1) / N of them in and out of every node.
+changed: all but the experts that it alone trains; after a merge, those too. (Those too, where the outer optimizer does
+more than average them.) The links of the nodes work side by side, the hub's carries the sum. Centralized training,
+every step: gradients are summed over the nodes and updated weights are given out, each of which moves (N - 1) / N of
+them in and out of every node.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import prod
 
-from spes_mega.layout.names import expected_tensors, expert_of
+from spes_mega.hub.sizes import RoundBytes, round_bytes
+from spes_mega.layout.names import expected_tensors
 from spes_mega.outer.merging import merge_due
-from spes_mega.outer.ownership import Ownership, private_names, pushed_names
-from spes_mega.recipe import Recipe
+from spes_mega.outer.ownership import Ownership
+from spes_mega.recipe import CodecPair, Recipe, WireSection
 
 CODECS = ("fp32", "bf16", "int8")
-Shapes = dict[str, tuple[int, ...]]
+CONFIGURED = "spes.wire"
+"""Stands among the codecs for what the recipe says."""
 
 
-@dataclass(frozen=True)
-class NodeTraffic:
-    """Bytes of one node and round in one precision; headers (some 100 bytes a tensor) are not counted."""
-
-    up: int
-    down: int
-    down_after_merge: int
-
-
-def wire_bytes(shapes: Shapes, names: Iterable[str], codec: str) -> int:
-    """Bytes of tensors: fp32 and bf16 as they are; int8 with an fp32 scale for each row (a vector is one row)."""
-    total = 0
-    for name in names:
-        shape = shapes[name]
-        if codec == "int8":
-            total += prod(shape) + 4 * (shape[0] if len(shape) > 1 else 1)
-        else:
-            total += prod(shape) * {"fp32": 4, "bf16": 2}[codec]
-    return total
+def node_traffic(recipe: Recipe, ownership: Ownership, node: int, codec: str, tokens: int) -> RoundBytes:
+    """What `node` sends and gets in a round of so many tokens, all in one of CODECS, or as CONFIGURED."""
+    spes = recipe.spes
+    if codec != CONFIGURED:
+        spes = spes.model_copy(update={"wire": WireSection.model_validate(codec)})
+    return round_bytes(expected_tensors(recipe.model), spes, ownership, node, tokens)
 
 
-def node_traffic(recipe: Recipe, ownership: Ownership, node: int, codec: str) -> NodeTraffic:
-    """What `node` sends and gets in a round. A lossy codec carries merged private experts in fp32."""
-    shapes = expected_tensors(recipe.model)
-    private = set(private_names(shapes, ownership, node, expert_of))
-    up = wire_bytes(shapes, pushed_names(shapes, ownership, node, expert_of), codec)
-    down = wire_bytes(shapes, [name for name in shapes if name not in private], codec)
-    return NodeTraffic(up, down, down + wire_bytes(shapes, private, "fp32"))
+def wire_text(wire: WireSection) -> str:
+    """What a recipe says of the codecs, in short."""
+    up, down = (_pair_text(pair) for pair in (wire.up, wire.down))
+    return up if up == down else f"up {up}, down {down}"
+
+
+def _pair_text(pair: CodecPair) -> str:
+    return pair.shared if pair.shared == pair.experts else f"shared {pair.shared} + experts {pair.experts}"
 
 
 def merging_rounds(recipe: Recipe) -> int:
@@ -74,7 +64,7 @@ class Links:
         return 8 * max(max(sizes) / self.node, sum(sizes) / self.hub)
 
 
-def round_seconds(links: Links, nodes: list[NodeTraffic], merging: float) -> tuple[float, float]:
+def round_seconds(links: Links, nodes: list[RoundBytes], merging: float) -> tuple[float, float]:
     """(on the links of the nodes alone, on the hub's alone) for push and pull; `merging`: share of merging rounds."""
     up = [node.up for node in nodes]
     down = [round(node.down + merging * (node.down_after_merge - node.down)) for node in nodes]
@@ -82,6 +72,18 @@ def round_seconds(links: Links, nodes: list[NodeTraffic], merging: float) -> tup
     alone = (Links(links.node, free), Links(free, links.hub))
     on_node, on_hub = (link.seconds(up) + link.seconds(down) for link in alone)
     return on_node, on_hub
+
+
+def waited_seconds(recipe: Recipe, exchange_s: float, compute_s: float) -> float:
+    """For which nodes do not train, a round on average, though the exchange takes `exchange_s` in each.
+
+    With spes.overlap a node trains the next round meanwhile, and waits for what is longer than that; but the last
+    round has no next one. Making and applying what travels takes time of the nodes' own, which is not counted here.
+    """
+    if not recipe.spes.overlap:
+        return exchange_s
+    rounds = recipe.num_rounds
+    return (exchange_s + (rounds - 1) * max(0.0, exchange_s - compute_s)) / rounds
 
 
 def centralized_bytes(trained: int, nodes: int, size: int) -> int:
