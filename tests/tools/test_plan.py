@@ -1,6 +1,7 @@
 """`spes-mega plan`: counts against built models, formulas against what torch keeps, and figures by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,37 @@ def test_states_by_hand():
     offloaded = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
     moved = rank_memory(shipped("2b", offloaded), 1, 2, "cuda")
     assert (moved.optimizer, moved.gradients_held, moved.host) == (0, 0, 16 * (trained // 2))
+
+
+def test_a_rank_has_room_for_all_weights_at_the_start_and_for_the_largest_parameter_at_an_exchange():
+    recipe = shipped("9b", "train.zero_stage=3", "train.recompute=full", "train.seq_len=64")
+    model, counts = recipe.model, count_parameters(recipe.model)
+    memory = rank_memory(recipe, 2, 64, "cuda")
+    assert memory.peak == memory.phases["start"] == 2 * counts.total + memory.runtime
+    assert memory.phases["exchange"] == memory.constant + 8 * model.vocab_size * model.hidden_size
+    assert memory.phases["exchange"] > memory.phases["update"]
+
+
+NODE_MEMORY = ("train.seq_len=256", "train.micro_batch_size=1", "train.grad_accumulation=1")
+
+
+@pytest.mark.parametrize(
+    ("row", "owned", "settings"),
+    [
+        ("2 B, one of 16 experts owned", 1, ()),
+        ("5 of its 16 layers, all experts owned", 16, ("model.num_layers=5",)),
+        ("5 of its 16 layers, one of 16 owned", 1, ("model.num_layers=5",)),
+    ],
+)
+def test_measured_peaks_at_full_size_are_planned_within_a_tenth(row, owned, settings):
+    """Figures of benchmarks/node_memory/README.md, and what docs/memory.md says was planned for them."""
+    readme, docs = (
+        (CONFIGS.parent / path).read_text() for path in ("benchmarks/node_memory/README.md", "docs/memory.md")
+    )
+    measured, hub = re.search(rf"\| {row} \|.*\| ([\d.]+) GiB \| ([\d.]+) GiB \|", readme).groups()
+    planned = rank_memory(shipped("2b", *NODE_MEMORY, *settings), owned, 1, "cpu").peak / GIB
+    assert planned == pytest.approx(float(measured), rel=0.1)
+    assert f"| {row} | {planned:.2f} GiB | {measured} GiB | {hub} GiB |" in docs
 
 
 @pytest.mark.parametrize(("owned", "published_gb"), [(16, 55), (1, 35)])

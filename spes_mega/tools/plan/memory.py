@@ -10,8 +10,12 @@ T parameters are trained, F are frozen, R ranks share them; w is the bytes of tr
     buckets      reduce_bucket_size elements of w, in which gradients wait for each other; stage 3 keeps them always,
                  and copies them to reduce them
 
-Frozen experts have weights and nothing else. What is largest is the largest of three phases: the start of the backward
-pass (activations and the loss), its end (gradients), and the update. Each of these terms was seen in DeepSpeed 0.19.8.
+    exchange     when weights or moments are gathered, one parameter after the other: two fp32 copies of it
+    start        stage 3: all weights, which every rank makes before they are divided
+
+Frozen experts have weights and nothing else. What is needed is the most of five phases: the start, the beginning of
+the backward pass (activations and the loss), its end (gradients), the update, and the exchange (or a checkpoint). Each
+of these terms was seen in DeepSpeed 0.19.8.
 """
 
 from dataclasses import asdict, dataclass
@@ -47,6 +51,8 @@ class Memory:
     activations: int
     loss: int
     layer: int
+    undivided: int
+    gathered: int
     runtime: int
     host: int
     device: Device
@@ -58,16 +64,22 @@ class Memory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """The most that is in use at three points of a step."""
-        start = self.constant + self.activations + max(self.loss, self.layer)
+        """The most that is in use at the points where it may be most."""
+        begin = self.constant + self.activations + max(self.loss, self.layer)
         end = self.constant + self.buckets + self.reducing
         if self.device == "cpu":  # memory counts when it is touched, and gradients come as activations go
             end += max(self.activations, self.gradients_fresh)
         else:
-            start += self.buckets
+            begin += self.buckets
             end += self.activations + self.gradients_fresh
         update = self.constant + self.gradients_fresh + self.update
-        return {"start of backward": start, "end of backward": end, "update": update}
+        return {
+            "start": self.undivided + self.runtime,
+            "start of backward": begin,
+            "end of backward": end,
+            "update": update,
+            "exchange": self.constant + self.gathered,
+        }
 
     @property
     def peak(self) -> int:
@@ -102,6 +114,8 @@ def _with_phases(states: "_States", kept: Activations, device: Device) -> Memory
         activations=kept.kept,
         loss=kept.loss,
         layer=kept.layer,
+        undivided=states.undivided,
+        gathered=2 * 4 * largest_tensor(states.recipe.model),
         runtime=RUNTIME[device],
         host=states.host,
         device=device,
@@ -134,8 +148,12 @@ class _States:
         return self.stage == 1 and self.sums_in_fp32 and not self.offloads
 
     @property
+    def undivided(self) -> int:
+        return self.size * self.trained + BYTES[self.recipe.frozen_dtype] * self.frozen
+
+    @property
     def weights(self) -> int:
-        whole = self.size * self.trained + BYTES[self.recipe.frozen_dtype] * self.frozen
+        whole = self.undivided
         if self.stage < 3:
             return whole
         count = self.trained + self.frozen

@@ -49,7 +49,7 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory_table(plan: Plan) -> Table:
     unit = "GPU" if plan.machines.device == "cuda" else "process"
     table = Table(title=f"Memory of one {unit}, in GB", title_justify="left", caption_justify="left")
-    table.caption = "peak: the largest of three moments of a step; the parts do not all lie at the same one"
+    table.caption = "peak: at the worst moment of a run; the parts do not all lie at the same one"
     for name in ("", "nodes", "experts", "trained", "weights", "optimizer", "gradients", "activations", "peak", "fits"):
         table.add_column(name, justify="left" if not name else "right")
     for scheme in plan.schemes:
