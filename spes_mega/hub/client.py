@@ -7,10 +7,11 @@ the link needs, and a pull is applied only when all of it has come.
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from spes_mega.errors import DeadlineError, HubRefusedError
 from spes_mega.hub.access import OPEN, Access
 from spes_mega.hub.channel import Channel, Limit, attempt_s
 from spes_mega.hub.delivery import ANSWER_S, Delivery
-from spes_mega.hub.faults import PayloadError, StaleRoundError
+from spes_mega.hub.faults import PayloadError, PushLostError, StaleRoundError
 from spes_mega.hub.forms import Shape, in_fp32
 from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
@@ -35,6 +36,7 @@ __all__ = [
     "Joined",
     "PayloadError",
     "Pulled",
+    "PushLostError",
     "StaleRoundError",
 ]
 POLL_S = 20.0
@@ -108,6 +110,14 @@ class Pulled:
         self.close()
 
 
+class _Sent(NamedTuple):
+    """A push that the hub has taken; `file` is None if an older process of this node sent it."""
+
+    round: int
+    file: BinaryIO | None
+    size: int
+
+
 class HubClient:
     """One node's connection to the hub. All calls block, have deadlines, and retry what is transient.
 
@@ -137,11 +147,13 @@ class HubClient:
         What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
         name these limits in messages. `say` gets a line now and then while the hub does not answer; from any thread.
         """
+        self._say = say
         self._channel = Channel(address, access, Limit(rpc_deadline_s, rpc_setting), say)
         self._caller = pb.Caller(protocol=PROTOCOL, node=node, digest=digest, session=uuid.uuid4().hex)
         self._delivery = Delivery(self._channel, self._caller)
         self._wait_limit = Limit(wait_deadline_s, wait_setting)
         self._spools = Spools(spool_dir)
+        self._sent: _Sent | None = None
         self._replica = replica
         self.address = address
         self.node = node
@@ -188,6 +200,8 @@ class HubClient:
     def join(self) -> Joined:
         """Tell the hub that this node takes part; waits for a hub that is not up yet."""
         reply = self._channel.call("Join", pb.JoinRequest(caller=self._caller), ANSWER_S)
+        if reply.pushed and (self._sent is None or self._sent.round != reply.round):
+            self._remember(_Sent(reply.round, None, 0))
         return Joined(reply.round, reply.num_rounds, reply.pushed, tuple(reply.absent))
 
     def pull(self, have_round: int | None = None) -> Pulled:
@@ -238,29 +252,62 @@ class HubClient:
             StaleRoundError: the round is closed: `wait_round(round_ + 1)`, pull, and go on.
             HubRefusedError: names, shapes or values are not what the hub expects of this node.
         """
-        with self._spools.lent("up") as spool:
+        self._remember(None)
+        spool = self._spools.take("up")
+        try:
             metadata = {TOKENS_KEY: str(tokens)}
             if self._replica is None:
                 size = write_payload(spool, in_fp32(shapes), tensors, metadata)
             else:
                 size = self._replica.encode(spool, shapes, tensors, metadata, alone)
             self._delivery.send(spool, pb.PushOpening(round=round_, total_bytes=size))
-            if self._replica is not None:
-                self._replica.accepted(round_)
+        except BaseException:
+            self._spools.give_back("up", spool)
+            raise
+        self._remember(_Sent(round_, spool, size))
+        if self._replica is not None:
+            self._replica.accepted(round_)
+
+    def _remember(self, sent: _Sent | None) -> None:
+        """Keep the last push, until another one takes its place: the hub may lose it."""
+        if self._sent is not None and self._sent.file is not None:
+            self._spools.give_back("up", self._sent.file)
+        self._sent = sent
+
+    def _send_again(self, round_: int) -> None:
+        """The hub lacks a push for `round_`. Nothing, if it never had one of this node."""
+        sent = self._sent
+        if sent is None or sent.round != round_:
+            return
+        if sent.file is None:
+            raise PushLostError(f"hub at {self.address}: it has lost the push of node {self.node} for round {round_}")
+        self._say(f"hub at {self.address}: it has lost this node's push for round {round_}; sending it again")
+        with suppress(StaleRoundError):  # closed meanwhile, which the next answer says
+            self._delivery.send(sent.file, pb.PushOpening(round=round_, total_bytes=sent.size))
 
     def wait_round(self, round_: int) -> int:
-        """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`."""
+        """Wait until the state of `round_` is committed; returns the newest committed round, at least `round_`.
+
+        A hub whose disk has damaged the push for the round before, and that has dropped it when it was started again,
+        gets it once more.
+
+        Raises:
+            PushLostError: it was an older process of this node that pushed.
+        """
         limit = self._wait_limit
         end = time.monotonic() + limit.seconds
         request = pb.WaitRequest(caller=self._caller, round=round_, timeout_s=POLL_S)
 
-        def poll() -> int:
-            return cast(int, self._channel.open("WaitRound", request, attempt_s(POLL_S + ANSWER_S, end)).round)
+        def poll() -> pb.WaitReply:
+            reply: pb.WaitReply = self._channel.open("WaitRound", request, attempt_s(POLL_S + ANSWER_S, end))
+            return reply
 
-        while (newest := self._channel.retrying(poll, end, limit)) < round_:
+        while (reply := self._channel.retrying(poll, end, limit)).round < round_:
             if time.monotonic() > end:
                 raise DeadlineError(f"hub at {self.address}: round {round_} was not closed within {limit}")
-        return newest
+            if reply.lacks_push:
+                self._send_again(round_ - 1)
+        return reply.round
 
     def leave(self) -> None:
         """Tell the hub that this node takes no more part, so that nobody waits for it."""
@@ -292,6 +339,7 @@ class HubClient:
 
     def close(self) -> None:
         self._channel.close()
+        self._remember(None)
         self._spools.close()
         if self._replica is not None:
             self._replica.close()

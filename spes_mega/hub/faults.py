@@ -14,6 +14,10 @@ class StaleRoundError(HubRefusedError):
     """A push came for a round that is closed: pull the newest one and go on from there."""
 
 
+class PushLostError(HubRefusedError):
+    """The hub has lost a push that it had taken, and this process does not have it any more: train the round again."""
+
+
 class PayloadError(HubRefusedError):
     """Weights arrived malformed: a bad checksum, a gap, or a size, name, shape or dtype that was not expected."""
 

@@ -247,6 +247,11 @@ class Rounds:
         with self._changed:
             return round_ == self._round and node in self._pushed
 
+    def lacks_push(self, node: int, round_: int) -> bool:
+        """Whether `round_` takes pushes, and has none of this node."""
+        with self._changed:
+            return round_ == self._round and not self._closing and node not in self._pushed
+
     @property
     def round(self) -> int:
         return self._round

@@ -115,7 +115,8 @@ class HubService(HubServicer):
         with self._waits.take(f"node {node}", MAX_WAITS):
             self._run.rounds.wait_round(request.round, timeout_s)
         newest = self._run.newest
-        return pb.WaitReply(round=newest.round, absent=newest.absent)
+        lacks_push = self._run.rounds.lacks_push(node, request.round - 1)
+        return pb.WaitReply(round=newest.round, absent=newest.absent, lacks_push=lacks_push)
 
     @_answering
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:

@@ -1,8 +1,6 @@
 """Files that weights wait in, one after the other: new pages of a file cost several times as much as used ones."""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -29,15 +27,6 @@ class Spools:
             spool.close()
         elif not spool.closed:
             self._free.setdefault(use, []).append(spool)
-
-    @contextmanager
-    def lent(self, use: str) -> Iterator[BinaryIO]:
-        """A file while the block lasts."""
-        spool = self.take(use)
-        try:
-            yield spool
-        finally:
-            self.give_back(use, spool)
 
     def close(self) -> None:
         """Free the files, those that are in use when they are given back."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from spes_mega.errors import CheckpointError, SpesError
-from spes_mega.hub.client import HubClient, Pulled, StaleRoundError
+from spes_mega.hub.client import HubClient, Pulled, PushLostError, StaleRoundError
 from spes_mega.layout.names import expert_of
 from spes_mega.node.checkpoint import Checkpoint
 from spes_mega.node.local_model import LocalModel
@@ -59,7 +59,10 @@ class HubNode:
             self._here = True
             if joined.pushed:  # a restart after the push: what it trained is with the hub already
                 self._say(f"the hub has this node's push for round {joined.round}; waiting for the others")
-                self.client.wait_round(joined.round + 1)
+                try:
+                    self.client.wait_round(joined.round + 1)
+                except PushLostError as e:
+                    self._say(f"{e}; training that round again")
                 joined = self.client.join()
             return list(joined.absent)
 

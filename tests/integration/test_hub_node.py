@@ -1,10 +1,14 @@
 """A node of one rank in this process, with its DeepSpeed engine, against a real hub process: what can go wrong."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from integration.processes import Hub
 from spes_mega.errors import SpesError
+from spes_mega.hub import client as client_module
 from spes_mega.hub.client import HubClient
 from spes_mega.layout import expert_of
 from spes_mega.node.hub_node import HubNode
@@ -29,7 +33,7 @@ class Run:
 
     def __init__(self, recipe_file, state, ranks):
         self.hub = Hub(recipe_file, state)
-        self.recipe, self.ranks = load_recipe(recipe_file), ranks
+        self.recipe_file, self.recipe, self.ranks = recipe_file, load_recipe(recipe_file), ranks
         self.said = []
         self.other = HubClient.for_recipe(self.recipe, self.hub.address, 1)
 
@@ -97,6 +101,34 @@ def test_a_node_that_came_back_after_its_push_waits_for_the_round(start, weights
     # node 1 pushed everything plus 1, node 0 what it had: of shared weights that is plus 1/2 on average
     drawn_norm = masters(weights)["model.norm.weight"]
     assert torch.equal(drawn_norm, torch.full_like(drawn_norm, 1.5))
+
+
+def test_a_node_that_came_back_trains_again_what_the_hub_loses_meanwhile(start, weights, monkeypatch):
+    monkeypatch.setattr(client_module, "POLL_S", 0.5)
+    run = start(rpc_deadline_s=60)
+    run.other.join()
+    first = run.node()
+    first.join()
+    first.start(weights)
+    first._push(weights, 0, tokens=1)
+    again = run.node()
+
+    def lose():
+        while not run.said:
+            time.sleep(0.05)
+        run.hub.end()
+        (path,) = (run.hub.state / "pushes").rglob("node-000-*.safetensors")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        run.hub = Hub(run.recipe_file, run.hub.state, "--listen", run.hub.address)
+
+    with ThreadPoolExecutor() as pool:
+        losing = pool.submit(lose)
+        again.join()
+        losing.result()
+    assert "has lost the push of node 0 for round 0; training that round again" in run.said[-1]
+    assert again.start(weights) == 0
+    run.push_as_node_1(weights, 0)
+    assert again.exchange(weights, 0, tokens=1) == 1
 
 
 def test_an_absent_node_is_named(start, weights):

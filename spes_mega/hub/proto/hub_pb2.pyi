@@ -117,12 +117,14 @@ class WaitRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., round: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class WaitReply(_message.Message):
-    __slots__ = ("round", "absent")
+    __slots__ = ("round", "absent", "lacks_push")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    LACKS_PUSH_FIELD_NUMBER: _ClassVar[int]
     round: int
     absent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
+    lacks_push: bool
+    def __init__(self, round: _Optional[int] = ..., absent: _Optional[_Iterable[int]] = ..., lacks_push: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller",)
