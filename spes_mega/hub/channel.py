@@ -10,7 +10,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from spes_mega.errors import DeadlineError
 from spes_mega.hub.access import Access
-from spes_mega.hub.faults import TRANSIENT, PayloadError, answered_by_hub, error_of
+from spes_mega.hub.faults import TRANSIENT, OversizedError, PayloadError, answered_by_hub, error_of
 from spes_mega.hub.handshake import check_handshake
 from spes_mega.hub.keys import CallerTls
 from spes_mega.hub.retry_notice import RetryNotice
@@ -126,7 +126,8 @@ def attempt_s(timeout_s: float, end: float) -> float:
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, grpc.RpcError):
         return error.code() in TRANSIENT
-    return isinstance(error, PayloadError)  # a download that was damaged on its way
+    # a download that was damaged on its way
+    return isinstance(error, PayloadError) and not isinstance(error, OversizedError)
 
 
 def _failure(state: RetryCallState) -> BaseException | None:

@@ -20,7 +20,7 @@ from spes_mega.hub.access import OPEN, Access
 from spes_mega.hub.channel import Channel, Limit, attempt_s
 from spes_mega.hub.delivery import ANSWER_S, Delivery
 from spes_mega.hub.faults import PayloadError, PushLostError, StaleRoundError
-from spes_mega.hub.forms import Shape, in_fp32
+from spes_mega.hub.forms import Bounds, Shape, in_fp32, state_bounds
 from spes_mega.hub.payload import StoredPayload, write_payload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import PROTOCOL, TOKENS_KEY, as_dict
@@ -138,11 +138,13 @@ class HubClient:
         wait_setting: str = "",
         spool_dir: Path | None = None,
         replica: Replica | None = None,
+        bounds: Bounds | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`spool_dir` needs room for one state of the model and one push; default: the system's temporary directory.
 
         `replica` belongs to runs in which weights travel with loss; `for_recipe` makes it.
+        `bounds` are of what the hub may send; without them, its word is taken.
 
         What is transient is tried again for `rpc_deadline_s`, and by `wait_round` for `wait_deadline_s`; the settings
         name these limits in messages. `say` gets a line now and then while the hub does not answer; from any thread.
@@ -155,6 +157,7 @@ class HubClient:
         self._spools = Spools(spool_dir)
         self._sent: _Sent | None = None
         self._replica = replica
+        self._bounds = bounds
         self.address = address
         self.node = node
 
@@ -172,7 +175,8 @@ class HubClient:
         """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
         spes = recipe.spes
         terms = Terms(spes)
-        replica = None if terms.lossless else Replica(expected_tensors(recipe.model), terms, spool_dir)
+        shapes = expected_tensors(recipe.model)
+        replica = None if terms.lossless else Replica(shapes, terms, spool_dir)
         return cls(
             address,
             node,
@@ -184,6 +188,7 @@ class HubClient:
             wait_setting="spes.join_deadline_s + 2 spes.round_deadline_s + spes.rpc_deadline_s",
             spool_dir=spool_dir,
             replica=replica,
+            bounds=state_bounds(shapes, terms.down),
             say=say,
         )
 
@@ -227,8 +232,9 @@ class HubClient:
         """The payload, and what gives its file back."""
         spool = self._spools.take("down")
         try:
-            opening = self._delivery.fetch(spool, have_round)
-            payload = StoredPayload(spool, f"state of round {opening.round}")
+            bounds = self._bounds
+            opening = self._delivery.fetch(spool, have_round, bounds.payload if bounds else None)
+            payload = StoredPayload(spool, f"state of round {opening.round}", bounds.header if bounds else None)
         except BaseException:
             self._spools.give_back("down", spool)
             raise

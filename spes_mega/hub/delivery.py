@@ -11,7 +11,7 @@ from typing import BinaryIO
 from google.protobuf.message import DecodeError
 
 from spes_mega.hub.channel import Channel, attempt_s
-from spes_mega.hub.faults import PayloadError
+from spes_mega.hub.faults import OversizedError, PayloadError
 from spes_mega.hub.frames import MAX_CHUNK_BYTES, PREFIX_BYTES, Arrival, file_pieces, frames
 from spes_mega.hub.proto import hub_pb2 as pb
 
@@ -54,15 +54,21 @@ class Delivery:
             yield frame
             self.bytes_up += count
 
-    def fetch(self, file: BinaryIO, have_round: int | None) -> pb.PullOpening:
-        """Fill a file with the newest state; returns what the hub says of it. Raises what `send` raises."""
+    def fetch(self, file: BinaryIO, have_round: int | None, most: int | None) -> pb.PullOpening:
+        """Fill a file with the newest state, of `most` bytes at the most; returns what the hub says of it.
+
+        Raises what `send` raises; OversizedError before anything is written.
+        """
         request = pb.PullRequest(caller=self._caller, have_round=have_round)
         end = time.monotonic() + self._channel.limit.seconds
-        return self._channel.retrying(lambda: self._fetch(file, request, end), end)
+        return self._channel.retrying(lambda: self._fetch(file, request, end, most), end)
 
-    def _fetch(self, file: BinaryIO, request: pb.PullRequest, end: float) -> pb.PullOpening:
+    def _fetch(self, file: BinaryIO, request: pb.PullRequest, end: float, most: int | None) -> pb.PullOpening:
         messages = self._channel.open("Pull", request, attempt_s(self._channel.limit.seconds, end))
         opening = _opening(next(messages, b""))
+        if most is not None and opening.total_bytes > most:
+            messages.cancel()
+            raise OversizedError(f"the hub announces a state of {opening.total_bytes} bytes: expected at most {most}")
         if opening.offset not in (0, request.part_bytes):
             raise PayloadError(f"the hub goes on from byte {opening.offset}, which nobody asked for")
         arrival = Arrival(file.fileno(), opening.total_bytes, opening.offset)

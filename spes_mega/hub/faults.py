@@ -22,6 +22,10 @@ class PayloadError(HubRefusedError):
     """Weights arrived malformed: a bad checksum, a gap, or a size, name, shape or dtype that was not expected."""
 
 
+class OversizedError(PayloadError):
+    """A payload is announced that is larger than any that can be meant; trying again gives the same."""
+
+
 class DamagedError(PayloadError):
     """A chunk was damaged on its way; what came before it stands, and the transfer can go on from there."""
 

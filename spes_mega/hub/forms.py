@@ -64,6 +64,21 @@ def data_bytes(forms: Forms) -> int:
     return sum(byte_count(dtype, shape) for dtype, shape in wire_specs(forms).values())
 
 
+class Bounds(NamedTuple):
+    """Bytes that a payload may have at most, and those of its header."""
+
+    payload: int
+    header: int
+
+
+def state_bounds(shapes: Shapes, down: CodecOf) -> Bounds:
+    """Of anything that a hub may send of a state: each tensor as it is, or its change in the codec that goes down."""
+    choices = in_fp32(shapes), forms_of(shapes, down)
+    data = sum(max(data_bytes({name: forms[name]}) for forms in choices) for name in shapes)
+    header = max(map(header_limit, choices))
+    return Bounds(data + header, header)
+
+
 def row_slices(shape: Shape, row_bytes_factor: int = 1, budget: int = SLICE_BYTES) -> Iterator[tuple[int, int]]:
     """(start, stop) of slices of rows of at most `budget` fp32 bytes each (or one row), all experts together.
 

@@ -25,7 +25,7 @@ from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.published import publishing
 from spes_mega.hub.room import Room, noticing_full
 from spes_mega.hub.rounds import Rounds
-from spes_mega.hub.staging import Staging, tokens_of
+from spes_mega.hub.staging import Staging, most_tokens, tokens_of
 from spes_mega.hub.store import Store
 from spes_mega.hub.terms import Terms, changed_names
 from spes_mega.layout.names import expected_tensors, expert_of
@@ -166,7 +166,13 @@ class Run:
         round_ = self.newest.round
         directory = self._store.pushes_dir(round_)
         spares = over.retire(directory) if over and not self.finished else []
-        return Staging(directory, pushed, lambda node, payload: self._check_update(round_, node, payload), spares)
+        return Staging(
+            directory,
+            pushed,
+            lambda node, payload: self._check_update(round_, node, payload),
+            spares,
+            most_tokens(self.recipe),
+        )
 
     def _check_update(self, round_: int, node: int, payload: StoredPayload) -> None:
         """Raises PayloadError if a push leads further away from the round's state than spes.max_update_norm."""

@@ -16,9 +16,13 @@ from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
 from spes_mega.hub.room import noticing_full
 from spes_mega.hub.store import sync_directory
+from spes_mega.recipe import Recipe
 
 _STAGED = re.compile(r"node-(\d{3,})-([0-9a-f]{16})\.safetensors")
 MAX_TOKENS = 10**15
+MAX_SAMPLES_PER_STEP = 1 << 16
+"""Of one node. What a node really takes is its own matter (train.micro_batch_size, train.grad_accumulation, its ranks),
+so this is only far above what anybody trains with."""
 Commit = Callable[[Callable[[], object]], None]
 
 
@@ -31,10 +35,12 @@ class Staging:
         forms_of: Callable[[int], Forms],
         check_update: Callable[[int, StoredPayload], None] = lambda node, payload: None,
         spares: Iterable[Path] = (),
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         """`forms_of(node)` gives the names, shapes and codecs of what a node has to push; `check_update(node, payload)`
         sees a push of finite values when it has come, and raises PayloadError if it is not wanted. `spares` are files
-        in the directory to be overwritten by pushes."""
+        in the directory to be overwritten by pushes. A node may say that it trained on `max_tokens` at the most."""
+        self._max_tokens = max_tokens
         self._check_update = check_update
         self._directory = directory
         self._forms_of = forms_of
@@ -133,7 +139,7 @@ class Staging:
         payload = StoredPayload.open(part, f"push of node {node}", header_limit(forms))
         try:
             payload.check(forms)
-            tokens_of(payload)
+            check_tokens(payload, self._max_tokens)
             yield payload
         finally:
             payload.close()
@@ -177,3 +183,17 @@ def tokens_of(payload: StoredPayload) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= MAX_TOKENS):
         raise PayloadError(f"metadata {TOKENS_KEY!r} is not a number of tokens: {text[:40]!r}")
     return int(text)
+
+
+def check_tokens(payload: StoredPayload, most: int) -> None:
+    """Raises PayloadError if a node says that it trained on more than `most` tokens."""
+    if (tokens := tokens_of(payload)) > most:
+        raise PayloadError(
+            f"metadata {TOKENS_KEY!r}: {tokens} tokens are more than a node trains on in a round ({most} at most: "
+            f"spes.sync_every steps of {MAX_SAMPLES_PER_STEP} samples of train.seq_len)"
+        )
+
+
+def most_tokens(recipe: Recipe) -> int:
+    """That a node can have trained on in a round, generously."""
+    return min(MAX_TOKENS, recipe.spes.sync_every * MAX_SAMPLES_PER_STEP * recipe.train.seq_len)

@@ -5,10 +5,13 @@ import threading
 import grpc
 import pytest
 
-from hub.fabricated import fabricate, make_recipe, push
+from hub.fabricated import fabricate, make_recipe, pull, push
 from hub.test_hub import stalled_push, until
 from spes_mega.errors import HubRefusedError
-from spes_mega.hub.faults import BusyError, error_of, printable
+from spes_mega.hub import outgoing as outgoing_module
+from spes_mega.hub.client import HubClient
+from spes_mega.hub.faults import BusyError, OversizedError, PayloadError, error_of, printable
+from spes_mega.hub.forms import payload_header
 from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, Slots
 from spes_mega.hub.partials import MAX_UPLOADS
 from spes_mega.hub.proto import hub_pb2 as pb
@@ -101,3 +104,40 @@ def test_a_session_is_a_short_word(start_hub, connect, session):
 
 def test_what_quotes_a_peer_can_be_shown_and_sent():
     assert printable("plain ü\n\x1b[31m\ud800") == "plain ü\n\\x1b[31m\\ud800"
+
+
+def test_a_node_may_not_claim_more_tokens_than_anybody_trains_on(start_hub, connect):
+    recipe = make_recipe(num_nodes=1, weight_by_tokens=True)  # rounds of 10 steps, samples of 16 tokens
+    client = connect(start_hub(recipe), 0)
+    client.join()
+    most, trained = 10 * 16 * (1 << 16), fabricate(recipe, 0, 0)
+    with pytest.raises(HubRefusedError, match=rf"'tokens': {most + 1} tokens are more than .* \({most} at most"):
+        push(client, recipe, 0, trained, most + 1)
+    push(client, recipe, 0, trained, most)
+    assert client.wait_round(1) == 1
+    assert client.status()["rounds"][1]["tokens"] == most
+
+
+def test_a_state_that_is_larger_than_the_model_is_not_taken(start_hub, tmp_path):
+    """As from a hub that would fill a node's disk: here it has a model with a larger vocabulary."""
+    hub = start_hub(make_recipe({"vocab_size": 20_000}))
+    with HubClient.for_recipe(make_recipe(), hub.address, 0, spool_dir=tmp_path) as client:
+        client._caller.digest = hub.recipe.digest()
+        client.join()
+        with pytest.raises(OversizedError, match=r"announces a state of 2\d{6} bytes: expected at most \d{5}$"):
+            client.pull()
+        assert client.bytes_down == 0
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_header_that_is_longer_than_its_names_need_is_not_read(start_hub, connect, monkeypatch, wire):
+    recipe = make_recipe(num_nodes=1, wire=wire)
+    client = connect(start_hub(recipe), 0)
+    client.join()
+    pull(client)
+    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    assert client.wait_round(1) == 1
+    padding = {"padding": "x" * client._bounds.header}
+    monkeypatch.setattr(outgoing_module, "payload_header", lambda forms: payload_header(forms, padding))
+    with pytest.raises(PayloadError, match=r"state of round 1: a header of \d+ bytes"):
+        client.pull(0)
