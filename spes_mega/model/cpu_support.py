@@ -2,16 +2,18 @@
 
 The megatron-core releases 0.16.1 to 0.19.x take a GPU for granted in a few places. `prepare_megatron` closes
 those gaps; where CUDA and Transformer Engine exist it changes nothing. (The third gap, the all-to-all token
-dispatcher that makes CUDA streams, is avoided by configuration: see `config.py`.)
+dispatcher that makes CUDA streams, is avoided by configuration: see `config.py`.) `stay_on_cpu` is for models that are
+wanted on the CPU of a host with CUDA.
 """
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 # What Megatron says of its optional packages on import, and of its own defaults; none is a fault of the user's.
 _EXPECTED_WARNINGS = ("Apex is not installed", "Transformer Engine", "full scope is deprecated")
@@ -60,12 +62,35 @@ def _leave_as_is(function: Any = None, **options: Any) -> Any:
     return _leave_as_is if function is None else function
 
 
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
 def _answer_current_device_with_cpu() -> None:
     # Megatron-Core allocates on, and moves router weights to, whatever torch.cuda.current_device() answers.
-    def current_device() -> torch.device:
-        return torch.device("cpu")
+    torch.cuda.current_device = _cpu  # type: ignore[assignment]
 
-    torch.cuda.current_device = current_device  # type: ignore[assignment]
+
+def stay_on_cpu(gpt: nn.Module) -> None:
+    """Keep a model on the CPU: at their first use, routers and rotary embeddings go to the GPU where there is one."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.moe.router import Router
+
+    for module in gpt.modules():
+        for kind, method in ((Router, "gating"), (RotaryEmbedding, "get_emb")):
+            if isinstance(module, kind):
+                setattr(module, method, _on_cpu(getattr(module, method)))
+
+
+def _on_cpu(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def answered(*arguments: Any, **options: Any) -> torch.Tensor:
+        original, torch.cuda.current_device = torch.cuda.current_device, _cpu  # type: ignore[assignment]
+        try:
+            return method(*arguments, **options)
+        finally:
+            torch.cuda.current_device = original
+
+    return answered
 
 
 def _keep_no_gpu_random_state(random: Any) -> None:

@@ -7,6 +7,7 @@ from megatron.core.models.gpt import GPTModel
 
 from spes_mega.errors import RecipeError
 from spes_mega.model.config import rope_settings, transformer_config, use_transformer_engine
+from spes_mega.model.cpu_support import stay_on_cpu
 from spes_mega.model.layer_specs import block_spec
 from spes_mega.model.parallel import ensure_parallel_state
 from spes_mega.model.router_losses import forget_router_losses
@@ -45,6 +46,8 @@ def build(recipe: Recipe, owned: Iterable[int] | None = None, device: torch.devi
     gpt.to(device=device)  # routers ignore it
     _convert_trained(gpt, config.params_dtype)
     _poison(gpt)
+    if device.type == "cpu":
+        stay_on_cpu(gpt)
     forget_router_losses()
     return gpt
 

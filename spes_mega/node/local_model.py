@@ -43,7 +43,7 @@ class LocalModel(NodeWeights):
         """
         self.recipe, self.owned = recipe, owned
         self._spool_dir = spool_dir
-        gpt = ranks.agree(lambda: build(recipe, owned))
+        gpt = ranks.agree(lambda: build(recipe, owned, ranks.device))
         super().__init__(gpt, recipe.model, ranks, stop)
         age = self._ages(steps or {})
         self.engine: Any = ranks.agree(lambda: create_engine(recipe, gpt, age))
@@ -102,7 +102,7 @@ class LocalModel(NodeWeights):
         gc.collect()
 
     def _rebuild(self, owned: tuple[int, ...], steps: Steps) -> None:
-        gpt = self._ranks.agree(lambda: build(self.recipe, owned))
+        gpt = self._ranks.agree(lambda: build(self.recipe, owned, self._ranks.device))
         self.map = WeightMap(self.recipe.model, gpt)
         age = self._ages(steps)
         self.engine = self._ranks.agree(lambda: create_engine(self.recipe, gpt, age))

@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
+from spes_mega.errors import SpesError
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model.weight_map import Entry, WeightMap
 from spes_mega.node.ranks import Ranks
@@ -36,12 +37,20 @@ class NodeWeights:
             value = self._ranks.tensor(lambda e=entry: e.join({n: read(n) for n in e.names}), entry.shape)  # type: ignore[misc]
             set_full(entry.parameter, value)
 
-    def collect(self, names: Collection[str], consume: Callable[[Shapes, Tensors], None]) -> None:
+    def collect(
+        self, names: Collection[str], consume: Callable[[Shapes, Tensors], None], *, rounded: bool = False
+    ) -> None:
         """Call `consume(shapes, tensors)` on rank 0 with the fp32 values of `names`, gathered one by one.
 
         `tensors` come once, in the order of `shapes`. An error of `consume` is raised on all ranks.
+
+        Raises:
+            SpesError: a tensor is not trained here, so that there is only a copy rounded to `model.frozen_dtype`, which
+                must never pass for the run's weights; `rounded` asks for it all the same.
         """
         entries = self._entries(names)
+        if not rounded:
+            _check_trained(entries, set(names))
         pending = iter(entries)
 
         def follow() -> None:
@@ -65,6 +74,16 @@ class NodeWeights:
         return [entry for entry in self.map.entries if wanted.intersection(entry.names)]
 
 
+def _check_trained(entries: list[Entry], wanted: set[str]) -> None:
+    for entry in entries:
+        if not entry.parameter.requires_grad:
+            name = next(name for name in entry.names if name in wanted)
+            raise SpesError(
+                f"{name}: this node does not train it, and has only a copy in {entry.parameter.dtype}, which must not "
+                "be sent or saved in its place. That is a fault of the program: please report it"
+            )
+
+
 @torch.no_grad()
 def get_full(parameter: nn.Parameter) -> torch.Tensor:
     """The whole parameter in fp32, of trainable ones the master. All ranks take part."""
@@ -76,7 +95,7 @@ def get_full(parameter: nn.Parameter) -> torch.Tensor:
         assert value is not None, "trainable parameters have an fp32 master in ZeRO stages 1-3"
         return value
     with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().float().clone()
+        return parameter.detach().to(torch.float32, copy=True)
 
 
 @torch.no_grad()

@@ -64,7 +64,9 @@ def start(tmp_path, write_recipe, ranks):
 
 def masters(weights):
     out = {}
-    weights.collect(weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors))
+    weights.collect(
+        weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors), rounded=True
+    )
     return out
 
 
@@ -129,6 +131,21 @@ def test_a_node_that_came_back_trains_again_what_the_hub_loses_meanwhile(start, 
     assert again.start(weights) == 0
     run.push_as_node_1(weights, 0)
     assert again.exchange(weights, 0, tokens=1) == 1
+
+
+def test_what_is_only_a_rounded_copy_is_never_pushed(start, weights):
+    """Should hub and node ever differ about who trains what: `weights` trains experts 0 and 1 alone."""
+    run = start(ownership="all")
+    node = run.node()
+    node.join()
+    assert node.owned == (0, 1, 2, 3)
+    with pytest.raises(
+        SpesError, match=r"layers\.0\.mlp\.experts\.2\.\w+\.weight: this node does not train it.*bfloat16"
+    ):
+        node._push(weights, 0, tokens=1)
+    status = node.client.status()["nodes"][0]
+    assert (status["last_pushed_round"], status["bytes_up"]) == (None, 0)
+    node.leave()
 
 
 def test_an_absent_node_is_named(start, weights):

@@ -78,7 +78,7 @@ def start(tmp_path, write_recipe, ranks):
 def masters(weights, names=None):
     out = {}
     names = weights.shapes if names is None else names
-    weights.collect(names, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors))
+    weights.collect(names, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors), rounded=True)
     return out
 
 

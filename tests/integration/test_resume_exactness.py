@@ -50,7 +50,7 @@ class Node:
         """Masters, moments, and how often Adam has updated them."""
         weights, moments = {}, {}
         self.model.collect(
-            self.model.shapes, lambda shapes, tensors: weights.update((n, t.clone()) for n, t in tensors)
+            self.model.shapes, lambda shapes, tensors: weights.update((n, t.clone()) for n, t in tensors), rounded=True
         )
 
         def keep(steps, stream):

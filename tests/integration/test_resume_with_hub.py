@@ -59,7 +59,9 @@ class Node:
 
     def masters(self):
         out = {}
-        self.model.collect(self.model.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors))
+        self.model.collect(
+            self.model.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors), rounded=True
+        )
         return out
 
     def moments(self):

@@ -76,7 +76,7 @@ class Case:
         """Of rank 0: canonical name to value; of the other ranks nothing."""
         out = {}
         self.weights.collect(
-            self.weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors)
+            self.weights.shapes, lambda shapes, tensors: out.update((n, t.clone()) for n, t in tensors), rounded=True
         )
         return out
 
