@@ -13,6 +13,8 @@ from spes_mega.layout.tensor_bytes import NO_SPACE
 
 RETRY_S = 3.0
 T = TypeVar("T")
+Pause = Callable[[float, StoreError], None]
+"""Waits for some seconds, for a reason."""
 
 
 @contextmanager
@@ -38,7 +40,7 @@ class Room:
         self.trouble = ""
         """What there is no room for, for `status`; empty if there was some when it was last needed."""
 
-    def needed(self, action: Callable[[], T], pause: Callable[[float, StoreError], None]) -> T:
+    def needed(self, action: Callable[[], T], pause: Pause) -> T:
         """Do what the run cannot go on without, again and again with a pause if it raises StoreFullError.
 
         Raises:

@@ -23,11 +23,11 @@ from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.published import publishing
-from spes_mega.hub.room import Room, noticing_full
+from spes_mega.hub.room import Pause, Room, noticing_full
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, most_tokens, tokens_of
 from spes_mega.hub.store import Store
-from spes_mega.hub.terms import Terms, changed_names
+from spes_mega.hub.terms import Terms, bytes_beside, changed_names
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.merging import Similarity, mean_similarity
@@ -66,14 +66,13 @@ class Run:
             raise
 
     def _open(self, state: Path, init: Path | None) -> None:
-        with noticing_full(state):
-            round_ = self._initial_round(init)
-            self.ledger: Ledger = self._store.read_ledger(round_)
-            self.newest: RoundRecord = self.ledger.rounds[-1]
-            self._metrics = Metrics(state / "metrics.jsonl", self.ledger.rounds)
-            self.staging = self._stage()
-            self.rounds = self._rounds(round_, self._stored_pushes(round_))
-            self._snapshot()  # a crash may have come between the last round and its snapshot
+        round_ = self._at_start(lambda: self._initial_round(init))
+        self.ledger: Ledger = self._store.read_ledger(round_)
+        self.newest: RoundRecord = self.ledger.rounds[-1]
+        self._metrics = self._at_start(lambda: Metrics(state / "metrics.jsonl", self.ledger.rounds))
+        self.staging = self._at_start(self._stage)
+        self.rounds = self._rounds(round_, self._stored_pushes(round_))
+        self._at_start(self._snapshot)  # a crash may have come between the last round and its snapshot
 
     @property
     def trouble(self) -> str:
@@ -143,14 +142,18 @@ class Run:
             self.rounds.fail(error)
             raise
 
-    def _needed(self, action: Callable[[], T]) -> T:
+    def _needed(self, action: Callable[[], T], pause: Pause | None = None) -> T:
         """Do what the run cannot go on without, as soon as there is room for it."""
 
         def attempt() -> T:
             with noticing_full(self._store.root):
                 return action()
 
-        return self._room.needed(attempt, self.rounds.pause)
+        return self._room.needed(attempt, pause or self.rounds.pause)
+
+    def _at_start(self, action: Callable[[], T]) -> T:
+        """The same before anybody is served; a signal ends the process then, which loses nothing."""
+        return self._needed(action, lambda seconds, reason: time.sleep(seconds))
 
     def _stage(self, over: Staging | None = None) -> Staging:
         """For the pushes of the open round, whose ownership says what each node has to push.
@@ -320,9 +323,13 @@ class Run:
                 lambda writer: self._fill(writer, closed, mixture, round_, tokens, similarity),
                 base_config=previous.weights.config,
                 copy_from=self._store.round_dir(round_),
+                beside=bytes_beside(self.shapes, self._terms, self._changed(round_, nodes)),
             )
         self.ledger.follow(closed)
         return similarity
+
+    def _changed(self, round_: int, nodes: tuple[int, ...]) -> list[str]:
+        return changed_names(self.shapes, self.ownership, nodes, merge_of(self.recipe, round_) is not None)
 
     def _fill(
         self,
@@ -335,8 +342,7 @@ class Run:
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
         nodes = tuple(sorted(tokens))
-        changed = changed_names(self.shapes, self.ownership, nodes, merge is not None)
-        with publishing(writer, self._terms, changed) as out:
+        with publishing(writer, self._terms, self._changed(round_, nodes)) as out:
             similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
         closed.close_round(
             round_ + 1,

@@ -160,8 +160,12 @@ class Store:
         *,
         base_config: dict[str, Any] | None,
         copy_from: Path | None,
+        beside: int = 0,
     ) -> None:
-        """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them."""
+        """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them.
+
+        `beside` is the size of what lies beside the weights.
+        """
         metadata = {"round": str(round_)}
         with (
             noticing_full(self.root),
@@ -173,6 +177,7 @@ class Store:
                 copy_from=copy_from,
                 metadata=metadata,
                 checksums=True,
+                beside=beside,
             ) as writer,
         ):
             content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}

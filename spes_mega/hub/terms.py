@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
+from spes_mega.hub.forms import Shapes, data_bytes, forms_of, header_limit, in_fp32
 from spes_mega.layout.names import expert_of
 from spes_mega.outer.codecs import Codec, codec_named
 from spes_mega.outer.ownership import Ownership, private_names
@@ -50,3 +51,12 @@ def contributors(name: str, ownership: Ownership, pushed: Collection[int]) -> li
 def changed_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], merged: bool) -> list[str]:
     """Tensors that a round changes: those that somebody contributes to, and with a merge all experts."""
     return [name for name in names if contributors(name, ownership, pushed) or (merged and expert_of(name) is not None)]
+
+
+def bytes_beside(shapes: Shapes, terms: Terms, changed: Collection[str]) -> int:
+    """At most, of what a new state has beside its weights: residual, momentum, and the payload that led to it."""
+    lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
+    moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
+    delta = {name: lossy[name] for name in changed if name in lossy}
+    payloads = [in_fp32(lossy)] * bool(lossy) + [in_fp32(moving)] * bool(moving) + [forms_of(delta, terms.down)]
+    return sum(data_bytes(forms) + header_limit(forms) for forms in payloads if forms)

@@ -74,6 +74,7 @@ class CheckpointWriter:
         fsync: bool = True,
         cached: bool = True,
         checksums: bool = False,
+        beside: int = 0,
     ) -> None:
         """
         Args:
@@ -87,6 +88,7 @@ class CheckpointWriter:
             cached: leave the result in the page cache, because it is read soon; else this is faster, and leaves the
                 cache to others.
             checksums: add a file with the checksums of all others, for `check_files`.
+            beside: bytes of other files that the caller will add, and that there has to be room for too.
 
         Raises:
             CheckpointError: `out` exists with something in it, or there is not enough space for it.
@@ -109,7 +111,7 @@ class CheckpointWriter:
         self._lock = threading.Lock()
         self._checksums = TensorChecksums() if checksums else None
         self._checksums_beside: dict[str, str] = {}
-        self._check_room()
+        self._check_room(self.total_bytes + beside)
 
     @property
     def total_bytes(self) -> int:
@@ -217,15 +219,15 @@ class CheckpointWriter:
             return {"model.safetensors": shards[0]}
         return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
-    def _check_room(self) -> None:
+    def _check_room(self, needed: int) -> None:
         if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
             raise CheckpointError(f"{self._out}: exists already: remove it, or choose another name")
         if self._out.resolve() == Path.cwd():
             raise CheckpointError(f"{self._out}: is the current folder, which cannot be replaced: choose a name in it")
         existing = next(parent for parent in self._out.resolve().parents if parent.exists())
         free = shutil.disk_usage(existing).free
-        if free < self.total_bytes:
-            raise NoSpaceError(f"{self._out}: needs {self.total_bytes:,} bytes of disk space, {free:,} are free")
+        if free < needed:
+            raise NoSpaceError(f"{self._out}: needs {needed:,} bytes of disk space, {free:,} are free")
 
     def _header(self, names: list[str]) -> bytes:
         return pack_header({self._to_disk(n): (self._dtypes[n], self._shapes[n]) for n in names}, self._metadata)

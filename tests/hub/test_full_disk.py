@@ -1,6 +1,7 @@
 """A full disk, which is a small file system: what there is no room for is tried again, or ends the run."""
 
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from spes_mega.tools.status import describe
 MODEL = {"vocab_size": 20_000}
 STATE = 20_000 * 16 * 4 * 2 + 100_000
 DISK = 12 * STATE
+DILOCO = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_push_waits_for_room(disk, start_hub, connect, capsys):
 @pytest.mark.parametrize("surprised", [False, True])
 def test_a_round_waits_for_room_and_is_closed_once(disk, start_hub, connect, monkeypatch, surprised):
     if surprised:  # others fill the disk while the state is being written
-        monkeypatch.setattr(writer_module.CheckpointWriter, "_check_room", lambda self: None)
+        monkeypatch.setattr(writer_module.CheckpointWriter, "_check_room", lambda self, needed: None)
     recipe = make_recipe(MODEL)
     hub = start_hub(recipe, disk.path)
     zero, one = both(recipe, connect, hub)
@@ -116,6 +118,55 @@ def test_a_round_waits_for_room_and_is_closed_once(disk, start_hub, connect, mon
     assert ([r["round"] for r in status["rounds"]], status["trouble"]) == ([0, 1], "")
     assert status["rounds"][1]["bytes_up"] == zero.bytes_up + one.bytes_up
     assert list(disk.path.glob("*/.*")) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_first_state_waits_for_room(disk, start_hub, capsys, tmp_path):
+    recipe, said = make_recipe(MODEL), []
+
+    def waiting():
+        said.append(capsys.readouterr().out)
+        return "waiting until there is room" in "".join(said)
+
+    disk.leave(STATE // 2)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(start_hub, recipe, disk.path / "state")
+        until(waiting)
+        assert not starting.done()
+        assert list((disk.path / "state/rounds").iterdir()) == []
+        disk.clear()
+        hub = starting.result(timeout=20)
+    assert hub.run.newest.round == 0
+    drawn = start_hub(recipe, tmp_path / "elsewhere")
+    assert_same(read_state(disk.path / "state/rounds/000000"), read_state(drawn.state / "rounds/000000"))
+
+
+def test_a_first_state_without_room_ends_a_hub_that_is_to_stop(disk, start_hub):
+    disk.leave(STATE // 2)
+    with pytest.raises(StoreError, match="the hub's disk is full"):
+        start_hub(make_recipe(MODEL, on_full_disk="stop"), disk.path / "state")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("outer", [{}, {"shared": DILOCO, "experts": DILOCO}])
+def test_the_files_beside_a_state_need_room_too(disk, start_hub, connect, outer):
+    """Residual, the change that was sent, and momentum: without room for all of them nothing is begun."""
+    recipe = make_recipe(MODEL, wire={"down": "int8"}, outer=outer)
+    hub = start_hub(recipe, disk.path)
+    zero, one = both(recipe, connect, hub)
+    for client in (zero, one):
+        pull(client)
+    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    disk.leave(2 * STATE + STATE // 10)  # the node's push, and the weights
+    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    until(lambda: one.status()["trouble"])
+    needed, free = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{8,})", one.status()["trouble"]))
+    assert free > STATE
+    assert list(disk.path.glob("rounds/.*")) == []
+    disk.clear()
+    assert one.wait_round(1) == 1
+    used = sum(path.stat().st_size for path in (disk.path / "rounds/000001").glob("*.safetensors"))
+    assert abs(needed - used) < 80_000  # headers, some of them generously
 
 
 def test_a_round_without_room_ends_the_run_if_it_is_to_stop_and_nothing_is_lost(disk, start_process):
