@@ -1,4 +1,4 @@
-"""Errors that users see. Each class has an exit code of its own, so that scripts can tell them apart.
+"""Errors that users see. Each kind has its exit code (docs/operations.md), so that scripts can tell them apart.
 
 A message names the file, key, node or tensor, says what was expected, and what to do.
 """
@@ -11,7 +11,7 @@ class SpesError(Exception):
 
 
 class RecipeError(SpesError):
-    """A recipe is malformed or contradicts itself."""
+    """A recipe is malformed or contradicts itself, or options do not go with it or with each other."""
 
     exit_code = 3
 
@@ -52,6 +52,12 @@ class StoreError(SpesError):
 
 class StoreFullError(StoreError):
     """There is no room on the disk of the hub's state directory."""
+
+
+class AccessError(SpesError):
+    """Keys, a token, or an address on this machine's side cannot be used."""
+
+    exit_code = 9
 
 
 class VerificationError(SpesError):

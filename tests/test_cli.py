@@ -1,10 +1,15 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from spes_mega import errors
 from spes_mega.cli import COMMANDS, group, main
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, SpesError
+
+OPERATIONS = Path(__file__).parents[1] / "docs/operations.md"
 
 HEAVY = ("torch", "megatron", "deepspeed", "grpc", "numpy", "pydantic", "transformers", "rich")
 
@@ -47,3 +52,19 @@ def test_unknown_command_is_a_usage_error(capsys):
         main(["nonsense"])
     assert e.value.code == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_the_exit_codes_that_operators_read_of_are_those_of_the_errors():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SpesError)]
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", OPERATIONS.read_text(), re.MULTILINE)}
+    assert told - {0, 2} == {kind.exit_code for kind in kinds}
+    # 1 is for what has no kind; else only a narrower kind has the code of another one
+    own = {kind.exit_code: kind for kind in kinds if kind.__base__ is SpesError and kind.exit_code != 1}
+    assert all(issubclass(kind, own[kind.exit_code]) for kind in kinds if kind.exit_code != 1)
+
+
+def test_keys_that_are_not_there_are_no_refusal_of_the_hub(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["status", "--hub", "127.0.0.1:1", "--keys", str(tmp_path)])
+    assert e.value.code == 9
+    assert str(tmp_path) in capsys.readouterr().err

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_mega.errors import HubRefusedError
+from spes_mega.errors import AccessError
 from spes_mega.hub.keys import CallerTls, read_caller
 
 TOKEN_VARIABLE = "SPES_MEGA_TOKEN"
@@ -30,7 +30,7 @@ def read_access(address: str, keys: Path | None, token_file: Path | None, insecu
     """What to show the hub at `address`: the keys in the directory `keys`, and the token there, or a shared one.
 
     Raises:
-        HubRefusedError: `address`, keys or token cannot be used; or the hub is on another machine, there are no keys,
+        AccessError: `address`, keys or token cannot be used; or the hub is on another machine, there are no keys,
             and the caller did not say `insecure`.
     """
     host, _ = _host_port(address, "--hub")
@@ -39,7 +39,7 @@ def read_access(address: str, keys: Path | None, token_file: Path | None, insecu
         kept, tls = read_caller(keys)
         return Access(token or kept or read_token(None), tls)
     if not (insecure or _is_loopback(host)):
-        raise HubRefusedError(
+        raise AccessError(
             f"--hub {address} is another machine, and without --keys everyone on the way can read and change what is "
             "sent: give --keys DIR (`spes-mega keys new` makes one for each node), or say --insecure if a VPN or a "
             "tunnel protects the line"
@@ -51,7 +51,7 @@ def read_token(token_file: Path | None) -> str | None:
     """The token in `token_file`, or else in the environment variable SPES_MEGA_TOKEN; None without either.
 
     Raises:
-        HubRefusedError: the file cannot be read, or the token is empty or not plain printable ASCII.
+        AccessError: the file cannot be read, or the token is empty or not plain printable ASCII.
     """
     if token_file is None:
         token, source = os.environ.get(TOKEN_VARIABLE), f"environment variable {TOKEN_VARIABLE}"
@@ -62,23 +62,23 @@ def read_token(token_file: Path | None) -> str | None:
         try:
             token = token_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise HubRefusedError(f"{source}: cannot read the token: {e}") from e
+            raise AccessError(f"{source}: cannot read the token: {e}") from e
     token = token.strip()
     if not (token and token.isascii() and token.isprintable()) or " " in token:
-        raise HubRefusedError(f"{source}: a token is one word of printable ASCII characters")
+        raise AccessError(f"{source}: a token is one word of printable ASCII characters")
     return token
 
 
 def check_listen(address: str, *, token: bool, encrypted: bool, insecure: bool = False) -> None:
-    """Raises HubRefusedError if other machines can reach `address`, and there is no token, or nobody said `insecure`
+    """Raises AccessError if other machines can reach `address`, and there is no token, or nobody said `insecure`
     where the line is not encrypted."""
     if _is_loopback(_host_port(address, "--listen")[0]):
         return
     open_to = f"--listen {address} can be reached by other machines"
     if not token:
-        raise HubRefusedError(f"{open_to}, so a token is needed: give --keys or --token-file, or set {TOKEN_VARIABLE}")
+        raise AccessError(f"{open_to}, so a token is needed: give --keys or --token-file, or set {TOKEN_VARIABLE}")
     if not (encrypted or insecure):
-        raise HubRefusedError(
+        raise AccessError(
             f"{open_to}, and the line would not be encrypted: give --keys DIR (`spes-mega keys new` makes it), or say "
             "--insecure if a VPN or tunnels protect it"
         )
@@ -87,7 +87,7 @@ def check_listen(address: str, *, token: bool, encrypted: bool, insecure: bool =
 def _host_port(address: str, option: str) -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
-        raise HubRefusedError(f"{option} {address}: expected HOST:PORT")
+        raise AccessError(f"{option} {address}: expected HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from spes_mega.errors import HubRefusedError
+from spes_mega.errors import AccessError, HubRefusedError
 from spes_mega.hub.access import TOKEN_VARIABLE
 from spes_mega.hub.keys import WATCH, HubKeys, node_name, token_hash
 from spes_mega.hub.messages import HEALTH
@@ -29,9 +29,9 @@ class Guard:
 
     @classmethod
     def of(cls, keys: HubKeys | None, shared_token: str | None, mutual: bool) -> "Guard":
-        """A shared token takes the place of the tokens in `keys`. Raises HubRefusedError: mutual TLS without keys."""
+        """A shared token takes the place of the tokens in `keys`. Raises AccessError: mutual TLS without keys."""
         if mutual and keys is None:
-            raise HubRefusedError("--mutual-tls needs the certificates of --keys DIR (`spes-mega keys new` makes them)")
+            raise AccessError("--mutual-tls needs the certificates of --keys DIR (`spes-mega keys new` makes them)")
         if shared_token is not None:
             return cls({token_hash(shared_token): ANYONE}, keys, mutual)
         return cls(keys.callers if keys else {}, keys, mutual)

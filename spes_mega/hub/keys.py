@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_mega.errors import HubRefusedError
+from spes_mega.errors import AccessError
 
 CA, TOKEN, TOKENS = "ca.pem", "token", "tokens.json"
 WATCH = "watch"
@@ -57,7 +57,7 @@ def token_hash(token: str) -> bytes:
 
 
 def read_hub(directory: Path) -> HubKeys:
-    """Raises HubRefusedError naming the file that is missing, damaged or expired."""
+    """Raises AccessError naming the file that is missing, damaged or expired."""
     certificate, key = _read_pair(directory, "hub")
     return HubKeys(_read_ca(directory), certificate, key, read_callers(directory / TOKENS))
 
@@ -66,13 +66,13 @@ def read_caller(directory: Path) -> tuple[str | None, CallerTls]:
     """A caller's token (None if the directory has none) and its side of TLS.
 
     Raises:
-        HubRefusedError: a file is missing, damaged or expired; it is named.
+        AccessError: a file is missing, damaged or expired; it is named.
     """
     ca = _read_ca(directory)
     token_file = directory / TOKEN
     token = _read(directory, TOKEN).decode(errors="replace").strip() if token_file.exists() else None
     if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
-        raise HubRefusedError(f"{token_file}: a token is one word of printable ASCII characters")
+        raise AccessError(f"{token_file}: a token is one word of printable ASCII characters")
     if not (directory / "node.pem").exists():
         return token, CallerTls(ca, directory=directory)
     return token, CallerTls(ca, *_read_pair(directory, "node"), directory=directory)
@@ -83,12 +83,12 @@ def _read(directory: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as e:
-        raise HubRefusedError(
+        raise AccessError(
             f"{path}: no such file; --keys takes one of the directories that `spes-mega keys new` makes: DIR/hub for "
             "the hub, DIR/node-K for node K"
         ) from e
     except OSError as e:
-        raise HubRefusedError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise AccessError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
 def _read_ca(directory: Path) -> bytes:
@@ -96,7 +96,7 @@ def _read_ca(directory: Path) -> bytes:
     try:
         ssl.create_default_context(cadata=ca.decode("ascii"))
     except (ValueError, OSError) as e:
-        raise HubRefusedError(f"{directory / CA}: not a certificate in PEM: {e}") from e
+        raise AccessError(f"{directory / CA}: not a certificate in PEM: {e}") from e
     return ca
 
 
@@ -110,23 +110,23 @@ def _read_pair(directory: Path, stem: str) -> tuple[bytes, bytes]:
         certificate = x509.load_pem_x509_certificate(pem)
         ssl.create_default_context().load_cert_chain(path, directory / f"{stem}.key")
     except (ValueError, OSError) as e:
-        raise HubRefusedError(f"{path}: not a certificate in PEM that {stem}.key belongs to: {e}") from e
+        raise AccessError(f"{path}: not a certificate in PEM that {stem}.key belongs to: {e}") from e
     if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
-        raise HubRefusedError(
+        raise AccessError(
             f"{path}: expired on {certificate.not_valid_after_utc:%Y-%m-%d}: `spes-mega keys {stem}` makes a new one"
         )
     return pem, key
 
 
 def read_callers(path: Path) -> dict[bytes, str]:
-    """The hub's list of tokens. Raises HubRefusedError if it is missing or damaged."""
+    """The hub's list of tokens. Raises AccessError if it is missing or damaged."""
     try:
         raw = json.loads(_read(path.parent, path.name))
         callers = {bytes.fromhex(_checked(_HASH, text)): _checked(_CALLER, name) for name, text in raw.items()}
     except (ValueError, AttributeError) as e:
-        raise HubRefusedError(f"{path}: expected names of callers with the SHA-256 of their tokens: {e}") from e
+        raise AccessError(f"{path}: expected names of callers with the SHA-256 of their tokens: {e}") from e
     if len(callers) < len(raw):
-        raise HubRefusedError(f"{path}: two callers have the same token")
+        raise AccessError(f"{path}: two callers have the same token")
     return callers
 
 

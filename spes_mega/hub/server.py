@@ -7,7 +7,7 @@ from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from spes_mega.errors import HubRefusedError, SpesError, StoreError
+from spes_mega.errors import AccessError, SpesError, StoreError
 from spes_mega.hub.console import Console
 from spes_mega.hub.guard import Guard, TokenInterceptor
 from spes_mega.hub.limits import CALLS_PER_NODE
@@ -57,7 +57,7 @@ class HubServer:
     _run: Run
 
     def __init__(self, recipe: Recipe, listen: str, guard: Guard, console: Console) -> None:
-        """Raises HubRefusedError: the address is not free."""
+        """Raises AccessError: the address is not free."""
         self._guard = guard
         self._console = console
         self._ended = threading.Event()
@@ -82,7 +82,7 @@ class HubServer:
                 else self._server.add_secure_port(listen, credentials)
             )
         except RuntimeError as e:
-            raise HubRefusedError(f"--listen {listen}: cannot listen there: is the port in use?") from e
+            raise AccessError(f"--listen {listen}: cannot listen there: is the port in use?") from e
         return f"{listen.rpartition(':')[0]}:{port}"
 
     def serve(self, run: Run) -> bool:

@@ -43,7 +43,7 @@ class NodeOptions:
         return cls(out=out, overrides=overrides, **options)
 
     def access(self) -> Access:
-        """What to show the hub. Raises HubRefusedError if keys or token cannot be used, or the line needs keys."""
+        """What to show the hub. Raises AccessError if keys or token cannot be used, or the line needs keys."""
         assert self.hub is not None
         return read_access(self.hub, self.keys, self.token_file, self.insecure)
 

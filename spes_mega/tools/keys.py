@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from spes_mega.errors import HubRefusedError
+from spes_mega.errors import AccessError
 from spes_mega.hub.keys import CA, TOKEN, TOKENS, WATCH, node_name, read_callers, token_hash
 from spes_mega.tools.authority import Authority, Pair
 
@@ -52,9 +52,9 @@ def new(nodes: int, hosts: tuple[str, ...], days: int, out: Path) -> None:
 
 
 def write_keys(out: Path, nodes: int, hosts: Collection[str], days: int) -> None:
-    """Write all keys of a run to a new directory. Raises HubRefusedError if it is there already."""
+    """Write all keys of a run to a new directory. Raises AccessError if it is there already."""
     if out.exists():
-        raise HubRefusedError(f"{out}: is there already, and keys are never overwritten: choose another --out")
+        raise AccessError(f"{out}: is there already, and keys are never overwritten: choose another --out")
     authority = Authority.new()
     # Complete, or not there at all.
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
@@ -83,7 +83,7 @@ def node(directory: Path, name: str, replace: bool, days: int) -> None:
     name = name if name == WATCH else node_name(_number(name))
     target, hub = directory / name, directory / "hub"
     if target.exists() and not replace:
-        raise HubRefusedError(f"{target}: is there already; --replace makes new keys in its place")
+        raise AccessError(f"{target}: is there already; --replace makes new keys in its place")
     authority = Authority.read(directory / "ca")
     hashes = {caller: digest.hex() for digest, caller in read_callers(hub / TOKENS).items()}
     partial = target.with_name(f".{name}.partial-{secrets.token_hex(4)}")
@@ -115,7 +115,7 @@ def _hosts(given: tuple[str, ...]) -> list[str]:
     hosts = [host.strip().strip("[]").lower() for text in given for host in text.split(",")]
     for host in hosts:
         if len(host) > 253 or not _HOST.fullmatch(host):
-            raise HubRefusedError(f"--host {host!r}: expected a name or an address, without a port")
+            raise AccessError(f"--host {host!r}: expected a name or an address, without a port")
     return list(dict.fromkeys(hosts))
 
 

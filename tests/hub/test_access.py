@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hub.keyring import make_keys
-from spes_mega.errors import HubRefusedError
+from spes_mega.errors import AccessError
 from spes_mega.hub.access import check_listen, read_access, read_token
 from spes_mega.hub.keys import read_caller, read_hub, token_hash
 
@@ -28,9 +28,9 @@ def test_a_token_comes_from_the_file_or_the_environment(tmp_path, monkeypatch):
 def test_what_is_no_token_is_refused(tmp_path, content):
     path = tmp_path / "token"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(HubRefusedError, match="one word of printable ASCII"):
+    with pytest.raises(AccessError, match="one word of printable ASCII"):
         read_token(path)
-    with pytest.raises(HubRefusedError, match="cannot read the token"):
+    with pytest.raises(AccessError, match="cannot read the token"):
         read_token(tmp_path / "absent")
 
 
@@ -43,9 +43,9 @@ def test_loopback_needs_neither_token_nor_tls(address):
 @pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:1", "hub.example.org:7070"])
 def test_an_open_port_needs_a_token_and_tls_or_the_word_insecure(address):
     for encrypted, insecure in ((False, False), (True, False), (False, True)):
-        with pytest.raises(HubRefusedError, match="a token is needed: give --keys or --token-file"):
+        with pytest.raises(AccessError, match="a token is needed: give --keys or --token-file"):
             check_listen(address, token=False, encrypted=encrypted, insecure=insecure)
-    with pytest.raises(HubRefusedError, match=r"would not be encrypted: give --keys DIR .* --insecure"):
+    with pytest.raises(AccessError, match=r"would not be encrypted: give --keys DIR .* --insecure"):
         check_listen(address, token=True, encrypted=False)
     check_listen(address, token=True, encrypted=True)
     check_listen(address, token=True, encrypted=False, insecure=True)
@@ -53,7 +53,7 @@ def test_an_open_port_needs_a_token_and_tls_or_the_word_insecure(address):
 
 @pytest.mark.parametrize("address", ["192.0.2.1:1", "hub.example.org:7070"])
 def test_a_node_sends_nothing_in_the_clear_to_another_machine_unless_told_to(address, tmp_path, monkeypatch):
-    with pytest.raises(HubRefusedError, match=r"--hub .* is another machine, and without --keys everyone on the way"):
+    with pytest.raises(AccessError, match=r"--hub .* is another machine, and without --keys everyone on the way"):
         read_access(address, None, None, insecure=False)
     monkeypatch.setenv("SPES_MEGA_TOKEN", "shared")
     assert read_access(address, None, None, insecure=True).token == "shared"
@@ -63,11 +63,11 @@ def test_a_node_sends_nothing_in_the_clear_to_another_machine_unless_told_to(add
 
 @pytest.mark.parametrize("address", ["7070", "host:", "host:port", "host:70000"])
 def test_what_is_no_address_is_refused(address, tmp_path):
-    with pytest.raises(HubRefusedError, match=r"--listen .*expected HOST:PORT"):
+    with pytest.raises(AccessError, match=r"--listen .*expected HOST:PORT"):
         check_listen(address, token=True, encrypted=True)
-    with pytest.raises(HubRefusedError, match=r"--hub .*expected HOST:PORT"):
+    with pytest.raises(AccessError, match=r"--hub .*expected HOST:PORT"):
         read_access(address, None, None, insecure=False)
-    with pytest.raises(HubRefusedError, match=r"--hub .*expected HOST:PORT"):
+    with pytest.raises(AccessError, match=r"--hub .*expected HOST:PORT"):
         read_access(address, make_keys(tmp_path / "keys") / "node-0", None, insecure=False)
 
 
@@ -114,17 +114,17 @@ def test_the_hub_has_only_hashes_of_tokens(tmp_path):
 def test_keys_of_a_hub_that_cannot_be_used_are_named(tmp_path, name, content, message):
     path = make_keys(tmp_path / "keys") / "hub" / name
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(HubRefusedError, match=message):
+    with pytest.raises(AccessError, match=message):
         read_hub(path.parent)
 
 
 def test_a_key_of_another_certificate_and_an_expired_certificate_are_named(tmp_path):
     keys = make_keys(tmp_path / "keys")
     (keys / "node-0/node.key").write_bytes((keys / "node-1/node.key").read_bytes())
-    with pytest.raises(HubRefusedError, match=r"node-0/node.pem: not a certificate in PEM that node.key belongs to"):
+    with pytest.raises(AccessError, match=r"node-0/node.pem: not a certificate in PEM that node.key belongs to"):
         read_caller(keys / "node-0")
     old = make_keys(tmp_path / "old", days=-1)
-    with pytest.raises(HubRefusedError, match=r"node-1/node.pem: expired on .*: `spes-mega keys node` makes a new one"):
+    with pytest.raises(AccessError, match=r"node-1/node.pem: expired on .*: `spes-mega keys node` makes a new one"):
         read_caller(old / "node-1")
-    with pytest.raises(HubRefusedError, match=r"hub/hub.pem: expired on .*: `spes-mega keys hub` makes a new one"):
+    with pytest.raises(AccessError, match=r"hub/hub.pem: expired on .*: `spes-mega keys hub` makes a new one"):
         read_hub(old / "hub")

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, pushes_in, read_state, shapes_of
 from hub.relay import Relay
-from spes_mega.errors import CheckpointError, DeadlineError, HubRefusedError, StoreError
+from spes_mega.errors import AccessError, CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub import client as client_module
 from spes_mega.hub import server as server_module
 from spes_mega.hub.channel import Channel
@@ -510,7 +510,7 @@ def test_a_wait_that_ends_without_the_round_names_its_own_limit(start_hub, silen
 
 def test_two_hubs_on_one_port_are_refused(start_hub):
     hub = start_hub(make_recipe())
-    with pytest.raises(HubRefusedError, match="is the port in use"):
+    with pytest.raises(AccessError, match="is the port in use"):
         HubServer(make_recipe(), hub.address, Guard(), Console())
 
 

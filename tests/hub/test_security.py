@@ -6,7 +6,7 @@ import pytest
 
 from hub.fabricated import fabricate, make_recipe, push
 from hub.keyring import make_keys
-from spes_mega.errors import DeadlineError, HubRefusedError
+from spes_mega.errors import AccessError, DeadlineError, HubRefusedError
 from spes_mega.hub.access import OPEN, Access, read_access
 from spes_mega.hub.client import HubClient
 from spes_mega.hub.guard import Guard
@@ -164,5 +164,5 @@ def test_a_hub_that_is_down_is_waited_for_under_tls_too(keys):
 
 
 def test_mutual_tls_without_keys_is_refused():
-    with pytest.raises(HubRefusedError, match="--mutual-tls needs the certificates of --keys DIR"):
+    with pytest.raises(AccessError, match="--mutual-tls needs the certificates of --keys DIR"):
         Guard.of(None, "shared", mutual=True)
