@@ -21,6 +21,7 @@ OWN_SECTIONS = {
     "amp": "train.dtype",
 }
 
+OFFLOAD = "deepspeed.zero_optimization.offload_optimizer"
 PIECE_ELEMENTS = 32 << 20
 
 
@@ -34,7 +35,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
     `age` says how often Adam has updated a parameter before, for `moments.assign_moments`.
 
     Raises:
-        RecipeError: the recipe's deepspeed section contradicts what is set here; names the key.
+        RecipeError: the recipe's deepspeed section contradicts what is set here, or cannot be had; names the key.
     """
     import deepspeed
 
@@ -46,6 +47,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
         fused=True,
     )
     config = deepspeed_config(recipe)
+    _check_nvme(config["zero_optimization"])
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
@@ -108,14 +110,42 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """DeepSpeed's own config: the recipe's deepspeed section, with what the train section says.
 
     Raises:
-        RecipeError: a key of the deepspeed section has another value than the train section gives it.
+        RecipeError: a key of the deepspeed section has another value than the train section gives it, or asks for an
+            offload that DeepSpeed does not have for it.
     """
     for key, instead in OWN_SECTIONS.items():
         if key in recipe.deepspeed:
             raise RecipeError(f"deepspeed.{key}: cannot be set here; use {instead}")
     config = _merged(_defaults(recipe.train), recipe.deepspeed)
     _impose(config, _required(recipe.train), "deepspeed")
+    _check_offload(config["zero_optimization"])
     return config
+
+
+def _check_offload(zero: dict[str, Any]) -> None:
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("ratio", 1) != 1:
+        raise RecipeError(
+            f"{OFFLOAD}.ratio is {offload['ratio']!r}: the optimizer used here is offloaded as a whole or not at all: "
+            "remove it"
+        )
+    if offload.get("device") == "nvme" and zero["stage"] < 3:
+        raise RecipeError(
+            f"{OFFLOAD}.device is nvme: in ZeRO-{zero['stage']} DeepSpeed would leave the optimizer where it is: set "
+            "train.zero_stage to 3, or device to cpu"
+        )
+
+
+def _check_nvme(zero: dict[str, Any]) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[attr-defined]
+
+    sections = [key for key in ("offload_optimizer", "offload_param") if (zero.get(key) or {}).get("device") == "nvme"]
+    if sections and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise RecipeError(
+            f"deepspeed.zero_optimization.{sections[0]}.device is nvme: DeepSpeed's async_io cannot be built on this "
+            "machine, which needs a compiler and libaio with its headers (`ds_report` says more): install them, or set "
+            "device to cpu"
+        )
 
 
 def _required(train: TrainSection) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from spes_mega.errors import RecipeError
 from spes_mega.model.weight_map import Entry
+from spes_mega.node.engine import OFFLOAD
 from spes_mega.node.ranks import Ranks
 
 
@@ -45,16 +46,17 @@ class AdamState:
     """Reads and sets the optimizer state of single parameters; all ranks take part."""
 
     def __init__(self, engine: Any) -> None:
-        """Raises RecipeError: the state is where it cannot be reached (offloaded to NVMe, or in part)."""
+        """Raises RecipeError: the state is where it cannot be reached, offloaded to NVMe."""
         self._zero = engine.optimizer
         self._base = self._zero.optimizer
         # One optimizer has stages 1 and 2, another bf16 with gradients summed in fp32.
         groups = getattr(self._zero, "bit16_groups", None) or getattr(self._zero, "bf16_groups", [])
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        if getattr(self._zero, "swap_optimizer", False) or getattr(self._zero, "partial_offload", 1.0) not in (0, 1.0):
+        if getattr(self._zero, "swap_optimizer", False):
             raise RecipeError(
-                "deepspeed.zero_optimization.offload_optimizer: the optimizer's moments can be kept on the GPU or as a "
-                "whole on the CPU; with device nvme or a ratio below 1 they cannot be carried over"
+                f"{OFFLOAD}.device is nvme: the optimizer's moments cannot be read from there, so that they can "
+                "neither be kept when experts change hands (spes.adopt_after) nor be saved: set device to cpu, or do "
+                "without both, with checkpoint.every 0"
             )
 
     def steps(self, parameter: nn.Parameter) -> int:

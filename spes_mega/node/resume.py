@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from spes_mega.errors import RecipeError, SpesError
+from spes_mega.errors import SpesError
 from spes_mega.layout.names import expert_of
 from spes_mega.node.checkpoint import Checkpoint, CheckpointState, Identity, find_checkpoint, set_random_state
 from spes_mega.node.data import NodeData
@@ -98,7 +98,7 @@ class Resume:
         if not self._recipe.checkpoint.every:
             yield None
             return
-        self._ranks.agree(lambda: _check_state(model.engine))
+        self._ranks.agree(lambda: AdamState(model.engine))
         saver = Saver(self._recipe, self._identity, self._ranks, self._folder)
         last = self._last_of_ours()
         if begin.step < last:  # the steps in between come again; what is known now must not be lost meanwhile
@@ -131,10 +131,3 @@ class Resume:
     ) -> None:
         if self._checkpoint is not None:
             self._checkpoint.close()
-
-
-def _check_state(engine: Any) -> None:
-    try:
-        AdamState(engine)
-    except RecipeError as e:
-        raise RecipeError(f"{e}, nor saved: set checkpoint.every to 0") from e

@@ -18,6 +18,10 @@ def config_of(deepspeed=None, **train):
     return deepspeed_config(Recipe.model_validate({"model": MODEL, "train": train, "deepspeed": deepspeed or {}}))
 
 
+def offloading(**options):
+    return {"zero_optimization": {"offload_optimizer": options}}
+
+
 def test_the_train_section_sets_the_config():
     config = config_of(micro_batch_size=3, grad_accumulation=2, clip_grad=0.5, zero_stage=2, dtype="bf16")
     assert config["train_micro_batch_size_per_gpu"] == 3
@@ -57,6 +61,14 @@ def test_other_keys_pass_through_at_every_depth():
         ({"scheduler": {}}, r"deepspeed\.scheduler"),
         ({"train_batch_size": 8}, r"deepspeed\.train_batch_size: cannot be set here; use train\.micro_batch_size"),
         ({"amp": {"enabled": True}}, r"deepspeed\.amp: cannot be set here; use train\.dtype"),
+        (
+            offloading(device="cpu", ratio=0.5),
+            r"deepspeed\.zero_optimization\.offload_optimizer\.ratio is 0\.5.*: remove it",
+        ),
+        (
+            offloading(device="nvme", nvme_path="/x"),
+            r"offload_optimizer\.device is nvme: in ZeRO-1 .*zero_stage to 3, or",
+        ),
         ({"zero_optimization": 3}, r"deepspeed\.zero_optimization: expected a mapping"),
     ],
 )
@@ -64,6 +76,13 @@ def test_a_contradiction_is_refused_by_name(extra, key):
     with pytest.raises(RecipeError, match=key):
         config_of(extra)
     assert config_of({"zero_optimization": {"stage": 1}})["zero_optimization"]["stage"] == 1
+
+
+def test_whole_offload_passes_through():
+    nvme = offloading(device="nvme", nvme_path="/x")
+    for stage, extra in ((1, offloading(device="cpu", ratio=1.0)), (2, offloading(device="none")), (3, nvme)):
+        zero = config_of(extra, zero_stage=stage)["zero_optimization"]
+        assert zero["offload_optimizer"] == extra["zero_optimization"]["offload_optimizer"]
 
 
 def test_matrices_decay_and_norms_do_not_and_empty_groups_are_dropped():
