@@ -356,6 +356,13 @@ def test_the_table_marks_the_recipes_own_codecs():
     assert "for spes.overlap" in text
 
 
+@pytest.mark.parametrize(("device", "where"), [("cpu", "RAM"), ("nvme", "NVMe")])
+def test_the_report_says_where_an_offloaded_optimizer_lies(device, where):
+    offload = f"deepspeed.zero_optimization.offload_optimizer={{device: {device}, nvme_path: /nvme}}"
+    text = run(str(CONFIGS / "2b.yaml"), "--set", offload, "--set", "train.zero_stage=3")
+    assert f"{where} of a node for the optimizer that is offloaded: 7.66 GB" in text
+
+
 def test_json_has_what_the_tables_have():
     recipe = str(CONFIGS / "7b.yaml")
     report = json.loads(run(recipe, "--nodes", "8", "--gpus-per-node", "4", "--gpu-memory", "80GB", "--json"))

@@ -138,7 +138,9 @@ def _disk(plan: Plan) -> Iterable[str]:
         parts.append(f"{gigabytes(disk.node_moving)} while experts change hands")
     yield f"Disk of a node: {', '.join(parts)}, {gigabytes(disk.node_checkpoints)} for checkpoints"
     if host := max(group.memory.host for group in plan.spes.groups):
-        yield f"RAM of a node for the optimizer that is offloaded: {gigabytes(host * plan.machines.gpus)}"
+        offload = plan.recipe.deepspeed["zero_optimization"]["offload_optimizer"]
+        where = "NVMe" if offload["device"] == "nvme" else "RAM"
+        yield f"{where} of a node for the optimizer that is offloaded: {gigabytes(host * plan.machines.gpus)}"
 
 
 def _verdict(plan: Plan, suggestions: list[Suggestion]) -> Iterator[str]:
