@@ -106,13 +106,15 @@ class _GatedExperts(torch.autograd.Function):
         d_second: list[torch.Tensor] = []
         for block, h in zip(_blocks(gradient_TD, ctx.counts, matrices), hidden, strict=True):
             gradient, probs = block.take(gradient_TD), block.take(probs_T)
-            gated = _gated(h)
+            gate, up = h.chunk(2, -1)
+            activated = F.silu(gate)
+            gated = activated * up
             d_weighted = block.input_gradient(gradient, block.second)
             d_probs.append(block.leave((d_weighted.to(probs.dtype) * gated).sum(-1)))
-            d_hidden = _gated_backward(_weighted(d_weighted, probs), h)
+            d_hidden = _gated_backward(d_weighted.mul_(probs.unsqueeze(-1)), gate, up, activated)
             d_x.append(block.leave(block.input_gradient(d_hidden, block.first)))
             if ctx.trained:
-                d_second.extend(_each(block.weight_gradient(gradient, _weighted(gated, probs))))
+                d_second.extend(_each(block.weight_gradient(gradient, gated.mul_(probs.unsqueeze(-1)))))
                 d_first.extend(_each(block.weight_gradient(d_hidden, block.take(x_TD))))
         d_matrices = (*d_first, *d_second) if ctx.trained else (None,) * len(matrices)
         return _joined(d_x), _joined(d_probs), None, *d_matrices
@@ -123,12 +125,14 @@ def _gated(hidden: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _gated_backward(gradient: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = hidden.chunk(2, -1)
-    out = torch.empty_like(hidden)
+def _gated_backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activated: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of gate and up side by side; uses up `gradient`."""
+    out = gradient.new_empty(len(gate), 2 * gate.shape[1])
     d_gate, d_up = out.chunk(2, -1)
-    torch.mul(gradient, F.silu(gate), out=d_up)
-    d_gate.copy_(torch.ops.aten.silu_backward(gradient * up, gate))
+    torch.mul(gradient, activated, out=d_up)
+    torch.ops.aten.silu_backward.grad_input(gradient.mul_(up), gate, grad_input=d_gate)
     return out
 
 

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from spes_mega.errors import RecipeError
@@ -22,7 +23,8 @@ OWN_SECTIONS = {
 }
 
 OFFLOAD = "deepspeed.zero_optimization.offload_optimizer"
-PIECE_ELEMENTS = 32 << 20
+PIECE_ELEMENTS, PIECE_ELEMENTS_CPU = 32 << 20, 4 << 20
+"""What ZeRO works on at a time. On the CPU flat gradients of this size come from memory that has been used before."""
 
 
 def _new(parameter: nn.Parameter) -> int:
@@ -39,38 +41,60 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
     """
     import deepspeed
 
+    groups = parameter_groups(gpt.parameters(), recipe.train.weight_decay, age)
+    on_cpu = next(gpt.parameters()).device.type == "cpu"
     optimizer = torch.optim.AdamW(
-        in_pieces(parameter_groups(gpt.parameters(), recipe.train.weight_decay, age)),
+        in_pieces(groups, PIECE_ELEMENTS_CPU if on_cpu else PIECE_ELEMENTS),
         lr=recipe.train.lr,
         betas=(recipe.train.adam_beta1, recipe.train.adam_beta2),
         eps=recipe.train.adam_eps,
         fused=True,
     )
-    config = deepspeed_config(recipe)
+    config = deepspeed_config(recipe, dist.get_world_size())
     _check_nvme(config["zero_optimization"])
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
     _measure_norms_in_parts(engine.optimizer)
+    _share_masters(engine.optimizer)
+    if dist.get_world_size() == 1 and hasattr(engine.optimizer, "buffered_reduce_fallback"):
+        engine.optimizer.buffered_reduce_fallback = _reduce_nothing
     return engine
 
 
+def _reduce_nothing(*_: Any, **__: Any) -> None:
+    """For a rank without others: stages 1 and 2 would copy all gradients into a buffer and back."""
+
+
+def _share_masters(zero: Any) -> None:
+    """Let weights in fp32 be their own masters, of which stages 1 and 2 keep a copy and copy it back at each step."""
+    if not hasattr(zero, "parallel_partitioned_bit16_groups") or zero.cpu_offload or zero.dtype != torch.float32:
+        return
+    for master, parts in zip(zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True):
+        master.data = parts[dist.get_rank()]
+    zero._link_all_hp_params()  # by which parameters find their masters
+
+
 def _measure_norms_in_parts(zero: Any) -> None:
-    """Stages 1 and 2 convert a gradient to fp64 for its norm, as a whole: that of an embedding is the step's peak."""
+    """Stages 1 and 2 convert a gradient to fp64 for its norm, as a whole: that of an embedding is the step's peak.
+
+    Instead they get fp32 norms of its parts, of which they take the norm.
+    """
     if not hasattr(zero, "get_grad_norm_direct"):
         return
     norm = zero.get_grad_norm_direct
 
     def norm_in_parts(gradients: Any, parameters: Any, **options: Any) -> torch.Tensor:
         own = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
-        parts = [(part, p) for gradient, p in zip(own, parameters, strict=False) for part in _parts(gradient)]
-        return norm([part for part, _ in parts], [parameter for _, parameter in parts], **options)
+        return norm([norms_of_parts(gradient) for gradient in own], parameters, **options)  # type: ignore[no-any-return]
 
     zero.get_grad_norm_direct = norm_in_parts
 
 
-def _parts(tensor: torch.Tensor, elements: int = 1 << 20) -> tuple[torch.Tensor, ...]:
-    return tensor.reshape(-1).split(elements)
+def norms_of_parts(gradient: torch.Tensor) -> torch.Tensor:
+    """Norms of as many elements as can be added up in fp32, on the CPU one after the other: fp32."""
+    parts = gradient.detach().reshape(-1).split(1 << 16 if gradient.device.type == "cpu" else 1 << 20)
+    return torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
 
 
 def parameter_groups(
@@ -89,7 +113,7 @@ def parameter_groups(
     ]
 
 
-def in_pieces(groups: Iterable[dict[str, Any]], elements: int = PIECE_ELEMENTS) -> list[dict[str, Any]]:
+def in_pieces(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
     """The same groups, cut where they have more than `elements` elements.
 
     ZeRO 1 and 2 take the optimizer's step group by group, and make fp32 gradients of a whole group for it.
@@ -106,8 +130,8 @@ def in_pieces(groups: Iterable[dict[str, Any]], elements: int = PIECE_ELEMENTS) 
     return pieces
 
 
-def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
-    """DeepSpeed's own config: the recipe's deepspeed section, with what the train section says.
+def deepspeed_config(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's own config for a node of `ranks`: the recipe's deepspeed section, with what the train section says.
 
     Raises:
         RecipeError: a key of the deepspeed section has another value than the train section gives it, or asks for an
@@ -118,7 +142,11 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
             raise RecipeError(f"deepspeed.{key}: cannot be set here; use {instead}")
     config = _merged(_defaults(recipe.train), recipe.deepspeed)
     _impose(config, _required(recipe.train), "deepspeed")
-    _check_offload(config["zero_optimization"])
+    zero = config["zero_optimization"]
+    _check_offload(zero)
+    if ranks == 1 and zero["stage"] < 3 and not zero.get("offload_optimizer"):
+        # Gradients would be copied for a reduction of which there is none.
+        zero.setdefault("contiguous_gradients", False)
     return config
 
 

@@ -85,7 +85,7 @@ class Trainer:
             tokens = torch.from_numpy(batch).to(self.ranks.device)
             inputs_BS, labels_BS = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             logits_BSV = forward_logits(self.engine, inputs_BS)
-            lm_loss, z_loss = language_model_loss(logits_BSV, labels_BS, train.logit_z_loss_coeff)
+            lm_loss, z_loss = language_model_loss(logits_BSV, labels_BS, train.logit_z_loss_coeff, use_up=True)
             del logits_BSV
             self.engine.backward(lm_loss + z_loss)
             self.engine.step()

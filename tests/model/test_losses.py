@@ -34,6 +34,22 @@ def test_gradients_are_those_of_autograd_however_the_logits_are_parted(monkeypat
     torch.testing.assert_close(logits.grad, reference.grad.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_used_up_hold_their_gradient_which_is_the_same_and_only_once_to_be_had(monkeypatch, dtype):
+    monkeypatch.setattr(loss, "PART_ELEMENTS", 22)
+    leaf = (3 * torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    labels = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1))
+    sum(language_model_loss(leaf, labels, 0.3)).backward()
+    expected, leaf.grad = leaf.grad, None
+    logits = leaf * 1
+    total = sum(language_model_loss(logits, labels, 0.3, use_up=True))
+    total.backward(retain_graph=True)
+    assert torch.equal(leaf.grad, expected)
+    assert torch.equal(logits, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 def test_of_the_logits_no_copy_is_kept():
     kept = []
     logits = torch.randn(1, 6, 1003, dtype=torch.bfloat16, requires_grad=True)

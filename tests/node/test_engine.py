@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spes_mega.errors import RecipeError
-from spes_mega.node.engine import deepspeed_config, in_pieces, parameter_groups
+from spes_mega.node.engine import deepspeed_config, in_pieces, norms_of_parts, parameter_groups
 from spes_mega.recipe import Recipe
 
 MODEL = {
@@ -14,8 +14,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def config_of(deepspeed=None, **train):
-    return deepspeed_config(Recipe.model_validate({"model": MODEL, "train": train, "deepspeed": deepspeed or {}}))
+def config_of(deepspeed=None, *, ranks=2, **train):
+    recipe = Recipe.model_validate({"model": MODEL, "train": train, "deepspeed": deepspeed or {}})
+    return deepspeed_config(recipe, ranks)
 
 
 def offloading(**options):
@@ -45,6 +46,21 @@ def test_other_keys_pass_through_at_every_depth():
         "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7, "sub_group_size": 32 << 20, "stage": 3
     }  # fmt: skip
     assert config["comms_logger"] == {}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_without_others_has_its_gradients_copied_only_where_the_recipe_says_so(stage):
+    def contiguous(**options):
+        return config_of({"zero_optimization": options}, zero_stage=stage, **ranks)["zero_optimization"].get(
+            "contiguous_gradients"
+        )
+
+    ranks = {"ranks": 2}
+    assert contiguous() is None
+    ranks = {"ranks": 1}
+    assert contiguous() is (False if stage < 3 else None)
+    assert contiguous(contiguous_gradients=True) is True
+    assert contiguous(offload_optimizer={"device": "cpu"}) is None
 
 
 @pytest.mark.parametrize(
@@ -112,3 +128,11 @@ def test_ages_have_groups_of_their_own_the_oldest_first():
         {"params": [new], "weight_decay": 0.1},
         {"params": [norm], "weight_decay": 0.0},
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_norms_of_parts_is_exact_to_a_few_millionths(dtype):
+    gradient = (1e-3 * torch.randn(3, 500_001, generator=torch.Generator().manual_seed(0))).to(dtype)
+    norms = norms_of_parts(gradient)
+    assert norms.dtype == torch.float32
+    assert norms.double().norm().item() == pytest.approx(gradient.double().norm().item(), rel=5e-6)

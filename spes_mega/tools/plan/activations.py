@@ -53,8 +53,8 @@ def activation_bytes(recipe: Recipe, owned: int, *, fused: bool) -> Activations:
 
 
 def loss_bytes(logits: int, size: int) -> int:
-    """All logits and their gradient, and a part of them in fp32 (beside bf16 twice)."""
-    return 2 * size * logits + (8 if size == 2 else 4) * min(logits, LOSS_PART)
+    """All logits, which their gradient replaces, and a part of them in fp32 (beside bf16 twice)."""
+    return size * logits + (8 if size == 2 else 4) * min(logits, LOSS_PART)
 
 
 def norm_bytes(width: int, size: int, *, fused: bool) -> float:

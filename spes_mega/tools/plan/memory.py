@@ -3,12 +3,12 @@
 T parameters are trained, F are frozen, R ranks share them; w is the bytes of train.dtype, f those of frozen weights.
 
     weights      stage 1, 2: w T + f F        stage 3: (w T + f F) / R, and w for each parameter gathered at a time
-    optimizer    fp32 masters and two moments of Adam: 12 T / R
+    optimizer    fp32 masters and two moments of Adam: 12 T / R (in stage 1, 2 fp32 weights are their own masters: 8)
     gradients    stage 1: w T                 stage 2, 3: w T / R
                  and where sums over micro-batches are in fp32: 4 T (stage 1, on every rank), 4 T / R (2, 3)
     update       a flat copy of a piece of the rank's gradients, in fp32 beside one in w where that is bf16
     buckets      reduce_bucket_size elements of w, in which gradients wait for each other; stage 3 keeps them always,
-                 and copies them to reduce them
+                 and copies them to reduce them; stages 1 and 2 have none where R is 1
 
     exchange     when weights or moments are gathered, one parameter after the other: two fp32 copies of it
     start        stage 3: all weights, which every rank makes before they are divided
@@ -28,6 +28,8 @@ from spes_mega.tools.plan.activations import BYTES, Activations, activation_byte
 Device = Literal["cuda", "cpu"]
 PIECE = 32 << 20
 """Elements of DeepSpeed's buckets, sub-groups and parameter groups, as the engine of a node sets them."""
+PIECE_CPU = 4 << 20
+"""Elements of its parameter groups on the CPU."""
 FP32_BUCKET = 500_000_000
 """Elements that DeepSpeed's optimizer for bf16 weights with fp32 sums reduces at once (not configurable)."""
 PREFETCH_BUCKET = 50_000_000
@@ -93,7 +95,7 @@ def rank_memory(recipe: Recipe, owned: int, ranks: int, device: Device) -> Memor
     """What each of `ranks` ranks needs that share a node on which `owned` experts a layer are trained."""
     counts = count_parameters(recipe.model)
     trained = counts.trainable(owned)
-    states = _States(recipe, trained, counts.total - trained, ranks)
+    states = _States(recipe, trained, counts.total - trained, ranks, device)
     kept = activation_bytes(recipe, owned, fused=device == "cuda")
     return _with_phases(states, kept, device)
 
@@ -125,8 +127,9 @@ def _with_phases(states: "_States", kept: Activations, device: Device) -> Memory
 class _States:
     """Weights, optimizer and gradients of one rank, in bytes."""
 
-    def __init__(self, recipe: Recipe, trained: int, frozen: int, ranks: int) -> None:
+    def __init__(self, recipe: Recipe, trained: int, frozen: int, ranks: int, device: Device) -> None:
         self.recipe, self.trained, self.frozen, self.ranks = recipe, trained, frozen, ranks
+        self.piece = PIECE_CPU if device == "cpu" and recipe.train.zero_stage < 3 else PIECE
         self.stage = recipe.train.zero_stage
         self.size = BYTES[recipe.train.dtype]
         self.zero: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
@@ -163,7 +166,7 @@ class _States:
 
     @property
     def optimizer(self) -> int:
-        return 12 * self.share
+        return (8 if self.size == 4 and self.stage < 3 else 12) * self.share
 
     @property
     def gradients_held(self) -> int:
@@ -193,12 +196,12 @@ class _States:
         if self.bf16_optimizer:
             return (4 + self.size) * min(self.trained, FP32_BUCKET)
         # one parameter group after the other, cut between parameters
-        count = min(self.share, -(-max(PIECE, largest_tensor(self.recipe.model)) // self.ranks))
+        count = min(self.share, -(-max(self.piece, largest_tensor(self.recipe.model)) // self.ranks))
         return count * (4 if self.size == 4 else 4 + self.size)
 
     @property
     def buckets(self) -> int:
-        if self.bf16_optimizer:
+        if self.bf16_optimizer or (self.ranks == 1 and self.stage < 3 and not self.offloads):
             return 0
         return self.size * int(self.zero.get("reduce_bucket_size", PIECE))
 
