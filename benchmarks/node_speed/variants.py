@@ -1,6 +1,5 @@
 """Models that take one training step on the same weights and batch: ours, with experts owned, and transformers'."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from spes_mega.node.stop import StopRequest
 from spes_mega.node.trainer import Trainer
 from spes_mega.recipe import Recipe
 
-Step = Callable[[], tuple[float, float]]
-"""Takes one optimizer step; returns its seconds and its language-model loss."""
+Step = Callable[[], float]
+"""Takes one optimizer step; returns its language-model loss."""
 
 
 class OneBatch:
@@ -49,10 +48,8 @@ def ours(recipe: Recipe, folder: Path, owned: range, ranks: Ranks) -> Step:
     trainer = Trainer(recipe, model, OneBatch(recipe), ranks, stop)
     steps = iter(range(1, recipe.train.steps + 1))
 
-    def step() -> tuple[float, float]:
-        start = time.perf_counter()
-        metrics = trainer.step(next(steps), 0)
-        return time.perf_counter() - start, metrics.lm_loss
+    def step() -> float:
+        return trainer.step(next(steps), 0).lm_loss
 
     return step
 
@@ -67,13 +64,12 @@ def theirs(recipe: Recipe, folder: Path) -> Step:
     )
     tokens = torch.from_numpy(OneBatch(recipe).tokens)
 
-    def step() -> tuple[float, float]:
-        start = time.perf_counter()
+    def step() -> float:
         out = model(tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:].contiguous())
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - start, (out.loss - model.config.router_aux_loss_coef * out.aux_loss).item()
+        return (out.loss - model.config.router_aux_loss_coef * out.aux_loss).item()
 
     return step
