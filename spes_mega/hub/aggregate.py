@@ -35,6 +35,8 @@ from spes_mega.recipe import ModelSection, Recipe
 
 THREADS = 2
 """They work on tensors of their own: most of the time goes to the kernel and to torch, which need no GIL."""
+_MERGED_BYTES = 4 << 20
+"""Of the rows of all experts that are merged at once."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Mixture:
         self._pushes = pushes
         self._ownership = ownership
         self._tokens = tokens
+        self._contributors: dict[str, list[int]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,7 +90,9 @@ class Mixture:
         return self.previous.shape(name)
 
     def contributors(self, name: str) -> list[int]:
-        return contributors(name, self._ownership, self._pushes)
+        if name not in self._contributors:
+            self._contributors[name] = contributors(name, self._ownership, self._pushes)
+        return self._contributors[name]
 
     def values(self, name: str, start: int, stop: int, out: Publisher | None = None) -> Tensor:
         """New rows of a tensor that is published without loss, fp32; `out` gets the momentum."""
@@ -214,7 +219,7 @@ def _expert_rows(
 ) -> Iterator[tuple[int, list[Tensor | None], Tensor]]:
     """(start, published rows if they are lossy, new rows [E, R, C]) of one matrix of all experts, slice by slice."""
     lossless = mixture.terms.down(names[0]).lossless
-    for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names)):
+    for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names), budget=_MERGED_BYTES):
         if lossless:
             yield start, [None] * len(names), torch.stack([mixture.values(n, start, stop, out) for n in names])
         else:

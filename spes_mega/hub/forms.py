@@ -9,7 +9,8 @@ import torch
 from spes_mega.layout.safetensors_format import byte_count, pack_header
 from spes_mega.outer.codecs import FP32, Codec, CodecOf
 
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 1 << 20
+"""So small that the few slices of a step of the work stay in a core's cache: several times as fast as from memory."""
 SCALE_SUFFIX = ".scale"
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

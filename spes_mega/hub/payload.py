@@ -34,7 +34,8 @@ from spes_mega.layout.safetensors_format import (
     parse_header,
 )
 from spes_mega.layout.tensor_bytes import bytes_of, read_tensor, write_tensor
-from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS
+from spes_mega.layout.write_behind import WriteBehind
+from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS, lossy
 
 
 class PayloadWriter:
@@ -46,9 +47,14 @@ class PayloadWriter:
         forms: Forms,
         metadata: Mapping[str, str] | None = None,
         checksums: TensorChecksums | None = None,
+        write_behind: bool = False,
     ) -> None:
-        """Writes the header, and makes the file as long as it will be; what is not written reads as zeros."""
+        """Writes the header, and makes the file as long as it will be; what it held before stays until all is written.
+
+        `write_behind`: the file will be synced, so that the disk may begin before the end.
+        """
         self._fd = file.fileno()
+        self._write_behind = WriteBehind(drop=False) if write_behind else None
         self._forms = forms
         self._checksums = checksums
         header = payload_header(forms, metadata)
@@ -57,18 +63,17 @@ class PayloadWriter:
         os.pwrite(self._fd, header, 0)
         os.truncate(self._fd, self.size)
 
-    def write_rows(self, name: str, start: int, rows: Tensor) -> Tensor:
-        """Encode and store rows start.. of a tensor; returns what a reader will decode, fp32.
+    def write_rows(self, name: str, start: int, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Encode and store rows start.. of a tensor; returns what `Codec.encode` does.
 
         Raises:
             CheckpointError: the disk is full.
         """
-        codec = self._forms[name].codec
-        wire, scale = codec.encode(rows)
+        wire, scale = self._forms[name].codec.encode(rows)
         self._put(name, start, wire)
         if scale is not None:
             self._put(scale_name(name), start, scale)
-        return codec.decode(wire, scale)
+        return wire, scale
 
     def _put(self, name: str, start: int, rows: Tensor) -> None:
         spec = self._header.tensors[name]
@@ -76,6 +81,8 @@ class PayloadWriter:
         write_tensor(self._fd, self._header.data_start + offset, rows, name)
         if self._checksums is not None:
             self._checksums.wrote(name, offset - spec.start, bytes_of(rows))
+        if self._write_behind is not None and offset + rows.nbytes == spec.stop:
+            self._write_behind.wrote(self._fd, self._header.data_start + spec.start, spec.stop - spec.start)
 
 
 def _row_offset(spec: TensorSpec, start: int) -> int:
@@ -167,6 +174,12 @@ class StoredPayload:
         codec = self.forms[name].codec
         scale = self._scales(name, start, stop) if codec.scaled else None
         return codec.decode(self._rows(name, start, stop), scale)
+
+    def add_rows(self, name: str, start: int, stop: int, onto: Tensor) -> None:
+        """Add rows of a tensor that travels with loss to fp32 rows, in place."""
+        codec = lossy(self.forms[name].codec)
+        scale = self._scales(name, start, stop) if codec.scaled else None
+        codec.add(onto, self._rows(name, start, stop), scale)
 
     def _scales(self, name: str, start: int, stop: int) -> Tensor:
         one_row = len(self.forms[name].shape) == 1

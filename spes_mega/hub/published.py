@@ -8,10 +8,10 @@
 The last three are there only where the recipe asks for a lossy codec down, or for momentum.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import TensorChecksums
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
 from spes_mega.layout.writer import CheckpointWriter
+from spes_mega.outer.codecs import lossy
 
 RESIDUAL, VELOCITY, DELTA = "residual.safetensors", "velocity.safetensors", "delta.safetensors"
 BESIDE = (RESIDUAL, VELOCITY, DELTA)
@@ -33,8 +34,8 @@ BESIDE = (RESIDUAL, VELOCITY, DELTA)
 class Published:
     """A committed state, open for reading. Close it when done."""
 
-    def __init__(self, directory: Path, round_: int, terms: Terms) -> None:
-        """Raises CheckpointError or StoreError: a file is missing or damaged."""
+    def __init__(self, directory: Path, round_: int, terms: Terms, closed: Callable[[], object] = lambda: None) -> None:
+        """`closed` is called by `close`. Raises CheckpointError or StoreError: a file is missing or damaged."""
         self._stack = ExitStack()
         try:
             self.weights: Checkpoint = self._stack.enter_context(open_checkpoint(directory))
@@ -44,6 +45,7 @@ class Published:
             self._residual = self._open(directory / RESIDUAL, self._lossy)
             self._velocity = self._open(directory / VELOCITY, self._moving)
             self.delta = self._open(directory / DELTA, self._lossy)
+            self._stack.callback(closed)
         except BaseException:
             self.close()
             raise
@@ -98,7 +100,7 @@ class Publisher:
 
     def __init__(self, weights: CheckpointWriter, terms: Terms, changed: Iterable[str], stack: ExitStack) -> None:
         """`changed` are the names that will be published anew; `stack` closes the files."""
-        self._weights = weights
+        self._weights, self._terms = weights, terms
         self._stack = stack
         self._files: dict[str, tuple[BinaryIO, TensorChecksums]] = {}
         shapes = {name: weights.shape(name) for name in weights.names}
@@ -110,10 +112,10 @@ class Publisher:
         self._velocity = self._payload(VELOCITY, in_fp32(moving)) if moving else None
 
     def _payload(self, name: str, forms: Forms) -> PayloadWriter:
-        file = cast(BinaryIO, self._stack.enter_context(self._weights.path_beside(name).open("x+b")))
+        file = self._stack.enter_context(self._weights.open_beside(name))
         checksums = TensorChecksums()
         self._files[name] = file, checksums
-        return PayloadWriter(file, forms, checksums=checksums)
+        return PayloadWriter(file, forms, checksums=checksums, write_behind=True)
 
     def add_checksums(self) -> None:
         """All has been written."""
@@ -128,10 +130,10 @@ class Publisher:
         """Move rows of P from `before` by what the codec makes of `change`; the rest is R. Both are overwritten."""
         assert self._delta is not None, "the tensor is lossy"
         assert self._residual is not None, "the tensor is lossy"
-        after = self._delta.write_rows(name, start, change).add_(before)
-        self._weights.write_rows(name, start, after)
-        # Not change - decoded: what rounding the sum lost is carried on too.
-        self._residual.write_rows(name, start, change.add_(before.sub_(after)))
+        wire, scale = self._delta.write_rows(name, start, change)
+        lossy(self._terms.down(name)).move(before, change, wire, scale)
+        self._weights.write_rows(name, start, before)
+        self._residual.write_rows(name, start, change)
 
     def unchanged(self, name: str, start: int, rows: Tensor, residual: Tensor) -> None:
         """Rows of P and R of a lossy tensor, as they were."""

@@ -16,6 +16,7 @@ from spes_mega.hub.faults import PayloadError
 from spes_mega.hub.forms import Shape, Shapes, forms_of, in_fp32, row_slices
 from spes_mega.hub.payload import PayloadWriter, StoredPayload, in_turn
 from spes_mega.hub.terms import Terms
+from spes_mega.outer.codecs import lossy
 
 
 class _Versions:
@@ -96,12 +97,14 @@ class Replica:
                     writer.write_rows(name, start, rows)
                 else:
                     change = self._change(name, start, stop, rows)
-                    self._residual.stage(name, start, change.sub_(writer.write_rows(name, start, change)))
+                    lossy(self._terms.up(name)).subtract(change, *writer.write_rows(name, start, change))
+                    self._residual.stage(name, start, change)
         self._staged = list(shapes), private
         return writer.size
 
     def _change(self, name: str, start: int, stop: int, rows: Tensor) -> Tensor:
-        change = rows - self._weights.rows(name, start, stop)
+        before = self._weights.rows(name, start, stop)
+        change = torch.sub(rows, before, out=before)
         return change.add_(self._residual.rows(name, start, stop)) if name in self._residual.names else change
 
     def accepted(self, round_: int) -> None:
@@ -120,9 +123,10 @@ class Replica:
         self._check(payload, round_, full)
         for name, (shape, codec) in payload.forms.items():
             for start, stop in row_slices(shape):
-                rows = payload.read_rows(name, start, stop)
-                if not codec.lossless:
-                    rows.add_(self._weights.rows(name, start, stop))
+                if codec.lossless:
+                    rows = payload.read_rows(name, start, stop)
+                else:
+                    payload.add_rows(name, start, stop, rows := self._weights.rows(name, start, stop))
                 self._weights.write(name, start, rows)
         self.round = round_
 

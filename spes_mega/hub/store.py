@@ -7,6 +7,7 @@
     rounds/000007/               a committed state: a Hugging Face directory, and more (see published.py)
     rounds/000007/round.json     the ledger
     rounds/000007/checksums.json of all files of the state
+    rounds/.000005.partial-spare/   files of a state that was removed, to be overwritten by those of the next one
     metrics.jsonl                figures of all rounds
     pushes/000007/node-001-0123456789abcdef.safetensors   a committed push for the open round, and its checksum
     pushes/000007/*.spare        pushes of the round before, to be overwritten by those of the open one
@@ -21,7 +22,9 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +49,7 @@ FORMAT = 1
 LOCK_TRIES = 5
 KEPT_ROUNDS = 2
 """The newest state, and the one before it, from which a slow pull may still be reading."""
+_SPARE = ".{}.partial-spare"
 _ROUND = re.compile(r"\d{6,}")
 
 
@@ -57,6 +61,8 @@ class Store:
         self.root = root
         self._recipe = recipe
         self._terms = Terms(recipe.spes)
+        self._readers: Counter[int] = Counter()
+        self._readers_lock = threading.Lock()
         try:
             check_own(root)
             for part in PARTS:
@@ -95,7 +101,17 @@ class Store:
 
     def open_state(self, round_: int) -> Published:
         """Raises CheckpointError or StoreError: a file is missing or damaged."""
-        return Published(self.round_dir(round_), round_, self._terms)
+        with self._readers_lock:
+            self._readers[round_] += 1
+        try:
+            return Published(self.round_dir(round_), round_, self._terms, lambda: self._closed(round_))
+        except BaseException:
+            self._closed(round_)
+            raise
+
+    def _closed(self, round_: int) -> None:
+        with self._readers_lock:
+            self._readers[round_] -= 1
 
     def check_state(self, round_: int) -> None:
         """Raises StoreError naming the first damaged file of a state, and what can be done."""
@@ -178,19 +194,32 @@ class Store:
                 metadata=metadata,
                 checksums=True,
                 beside=beside,
+                spares={path.name: path for path in self.root.glob(f"rounds/{_SPARE.format('*')}/*")},
             ) as writer,
         ):
             content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
             writer.write_text("round.json", json.dumps(content, indent=1))
 
     def prune(self, newest: int) -> None:
-        """Remove states and pushes that nobody needs any more."""
-        for number in self._numbers("rounds"):
+        """Remove states and pushes that nobody needs any more, but for files that the next state can overwrite."""
+        for spare in self.root.glob(f"rounds/{_SPARE.format('*')}"):
+            shutil.rmtree(spare)
+        for number in sorted(self._numbers("rounds")):
             if number <= newest - KEPT_ROUNDS:
-                self._remove(self.round_dir(number))
+                self._retire(number)
         for number in self._numbers("pushes"):
             if number != newest:
                 self._remove(self.root / "pushes" / f"{number:06d}")
+
+    def _retire(self, round_: int) -> None:
+        """Keep what is large of a state that is not needed, unless somebody still reads it or a snapshot has it."""
+        spare = self.root / "rounds" / _SPARE.format(f"{round_:06d}")
+        self.round_dir(round_).rename(spare)  # from here on nobody opens it
+        with self._readers_lock:
+            read = self._readers.pop(round_, 0)
+        for path in spare.iterdir():
+            if read or path.suffix != ".safetensors" or path.stat().st_nlink > 1:
+                path.unlink()
 
     def snapshot(self, record: RoundRecord) -> Path | None:
         """Keep a committed state for good if the recipe asks for it; returns its directory if it is new.

@@ -3,6 +3,7 @@
 import errno
 import os
 
+import numpy as np
 import torch
 
 from spes_mega.errors import CheckpointError, NoSpaceError
@@ -15,7 +16,10 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable and without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    if tensor.dtype is torch.bfloat16:  # numpy does not know it
+        tensor = tensor.view(torch.int16)
+    assert tensor.is_contiguous(), "a copy would take what is written"
+    return memoryview(tensor.detach().numpy().reshape(-1).view(np.uint8))
 
 
 def read_tensor(fd: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self, cast
 
 import torch
 
@@ -75,6 +75,7 @@ class CheckpointWriter:
         cached: bool = True,
         checksums: bool = False,
         beside: int = 0,
+        spares: Mapping[str, Path] | None = None,
     ) -> None:
         """
         Args:
@@ -89,6 +90,8 @@ class CheckpointWriter:
                 cache to others.
             checksums: add a file with the checksums of all others, for `check_files`.
             beside: bytes of other files that the caller will add, and that there has to be room for too.
+            spares: files on the same disk that nobody needs any more, by the names of those that take their place:
+                overwriting them is several times as fast as writing new ones, whose pages have to be made first.
 
         Raises:
             CheckpointError: `out` exists with something in it, or there is not enough space for it.
@@ -111,6 +114,7 @@ class CheckpointWriter:
         self._lock = threading.Lock()
         self._checksums = TensorChecksums() if checksums else None
         self._checksums_beside: dict[str, str] = {}
+        self._spares = dict(spares or {})
         self._check_room(self.total_bytes + beside)
 
     @property
@@ -130,9 +134,16 @@ class CheckpointWriter:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def path_beside(self, file: str) -> Path:
-        """Where to write another file that appears together with the checkpoint; close it before the end."""
-        return self._partial / file
+    def open_beside(self, file: str) -> BinaryIO:
+        """Another file that appears together with the checkpoint; fill all of it, and close it before the end."""
+        return cast(BinaryIO, os.fdopen(self._open(file), "r+b", buffering=0))
+
+    def _open(self, file: str) -> int:
+        path = self._partial / file
+        if (spare := self._spares.pop(file, None)) is not None:
+            spare.rename(path)
+            return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def __enter__(self) -> Self:
         self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"
@@ -225,7 +236,7 @@ class CheckpointWriter:
         if self._out.resolve() == Path.cwd():
             raise CheckpointError(f"{self._out}: is the current folder, which cannot be replaced: choose a name in it")
         existing = next(parent for parent in self._out.resolve().parents if parent.exists())
-        free = shutil.disk_usage(existing).free
+        free = shutil.disk_usage(existing).free + sum(spare.stat().st_size for spare in self._spares.values())
         if free < needed:
             raise NoSpaceError(f"{self._out}: needs {needed:,} bytes of disk space, {free:,} are free")
 
@@ -234,7 +245,7 @@ class CheckpointWriter:
 
     def _open_shard(self, file: str, names: list[str]) -> None:
         header = self._header(names)
-        fd = os.open(self._partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = self._open(file)
         self._fds.append(fd)
         offset = len(header)
         self._header_bytes.append(offset)

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from spes_mega.outer.codecs import kernels
 
 
 def average(parts: Iterable[Tensor], weights: Sequence[float] | None = None) -> Tensor:
@@ -20,22 +24,28 @@ def average(parts: Iterable[Tensor], weights: Sequence[float] | None = None) -> 
     """
     weighted = weights is not None and sum(weights) > 0
     first: Tensor | None = None
-    total: Tensor | None = None
+    total: Any = None
     weight_sum: float = 0
-    for part, weight in zip(parts, weights if weights is not None else repeat(1), strict=weights is not None):
-        weight_sum += weight if weighted else 1
+    for part, given in zip(parts, weights if weights is not None else repeat(1), strict=weights is not None):
+        weight = float(given) if weighted else 1.0
+        weight_sum += weight
         if first is None:
             first, first_weight = part, weight
             continue
         if part.shape != first.shape:
             raise ValueError(f"cannot average shapes {tuple(first.shape)} and {tuple(part.shape)}")
         if total is None:
-            total = first.to(torch.float64)
-            if weighted:
-                total.mul_(first_weight)
-        total.add_(part, alpha=weight if weighted else 1)
+            total = np.zeros(first.numel())
+            kernels().add_weighted(total, _flat(first), first_weight)
+        kernels().add_weighted(total, _flat(part), weight)
     if first is None:
         raise ValueError("the mean of no tensors is not defined")
     if total is None:
         return first.to(torch.float32)
-    return total.div_(weight_sum).to(torch.float32)
+    out = torch.empty(first.shape)
+    kernels().divide(total, weight_sum, _flat(out))
+    return out
+
+
+def _flat(values: Tensor) -> Any:
+    return values.contiguous().numpy().reshape(-1)

@@ -8,12 +8,16 @@ Everything works on whole rows (the first axis); a tensor of one axis is one row
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 INT8_LEVELS = 127
+_PLUS, _MINUS = np.float32(1), np.float32(-1)
 
 
 class Codec(Protocol):
@@ -46,6 +50,25 @@ class Codec(Protocol):
         ...
 
 
+class LossyCodec(Codec, Protocol):
+    """What is done with changes without making decoded rows of them; all in place, on contiguous fp32 rows."""
+
+    def add(self, onto: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        """onto + what `decode` gives."""
+        ...
+
+    def subtract(self, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        """change - what `decode` gives: of a change that was encoded, what rounding lost."""
+        ...
+
+    def move(self, before: Tensor, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        """Publish a change that was encoded: `before` takes what `decode` gives, `change` keeps the rest.
+
+        That is change + (before - after), and so has also what rounding the sum lost.
+        """
+        ...
+
+
 class Fp32Codec:
     """The values themselves."""
 
@@ -55,7 +78,7 @@ class Fp32Codec:
     lossless = True
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        return rows.detach().to(device="cpu", dtype=torch.float32).contiguous(), None
+        return _in_fp32(rows), None
 
     def decode(self, wire: Tensor, scale: Tensor | None) -> Tensor:
         return wire
@@ -70,10 +93,22 @@ class Bf16Codec:
     lossless = False
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        return rows.detach().to(device="cpu", dtype=torch.bfloat16).contiguous(), None
+        values = _in_fp32(rows)
+        wire = torch.empty(values.shape, dtype=torch.bfloat16)
+        kernels().bf16_encode(_rows(values, np.uint32), _halves(wire))
+        return wire, None
 
     def decode(self, wire: Tensor, scale: Tensor | None) -> Tensor:
         return wire.to(torch.float32)
+
+    def add(self, onto: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().bf16_add(_rows(onto), _halves(wire), _PLUS)
+
+    def subtract(self, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().bf16_add(_rows(change), _halves(wire), _MINUS)
+
+    def move(self, before: Tensor, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().bf16_move(_rows(before), _rows(change), _halves(wire))
 
 
 class Int8Codec:
@@ -85,20 +120,54 @@ class Int8Codec:
     lossless = False
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        values = rows.detach().to(device="cpu", dtype=torch.float32).contiguous()
-        flat = values.reshape(rows.shape[0] if rows.dim() > 1 else 1, -1)
-        # Several times as fast as aminmax, or abs and amax, along an axis.
-        scale = torch.maximum(flat.amax(1), flat.amin(1).neg_()).div_(INT8_LEVELS)
-        # A scale of 0 (a row of zeros, or of values too small to have one) must not divide: all of it is carried on.
-        steps = torch.where(scale > 0, scale, torch.inf)
-        # A scale below fp32's normal range is itself rounded, so that a quotient may be over the highest level.
-        wire = (flat / steps[:, None]).round_().clamp_(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
-        return wire.reshape(rows.shape), scale
+        values = _in_fp32(rows)
+        wire = torch.empty(values.shape, dtype=torch.int8)
+        scale = torch.empty(values.shape[0] if values.dim() > 1 else 1)
+        steps = scale.numpy()
+        kernels().int8_scales(_rows(values, np.int32), steps, steps.view(np.int32))
+        kernels().int8_encode(_rows(values), steps, _rows(wire))
+        return wire, scale
 
     def decode(self, wire: Tensor, scale: Tensor | None) -> Tensor:
-        assert scale is not None, "int8 is scaled"
-        values = wire.to(torch.float32)
-        return values.mul_(scale.reshape(-1, *(1,) * (wire.dim() - 1)))
+        values = torch.empty(wire.shape)
+        kernels().int8_decode(_rows(wire), _given(scale).numpy(), _rows(values))
+        return values
+
+    def add(self, onto: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().int8_add(_rows(onto), _rows(wire), _given(scale).numpy(), _PLUS)
+
+    def subtract(self, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().int8_add(_rows(change), _rows(wire), _given(scale).numpy(), _MINUS)
+
+    def move(self, before: Tensor, change: Tensor, wire: Tensor, scale: Tensor | None) -> None:
+        kernels().int8_move(_rows(before), _rows(change), _rows(wire), _given(scale).numpy())
+
+
+def kernels() -> ModuleType:
+    """They take a second to load, which only those who need them should wait."""
+    return import_module("spes_mega.outer.kernels")
+
+
+def _rows(values: Tensor, bits: type[np.generic] | None = None) -> Any:
+    """The memory of contiguous rows as an array [R, C], or that of their bits."""
+    assert values.is_contiguous(), "a copy would take the result"
+    array = values.numpy()
+    rows = array.reshape(array.shape[0] if array.ndim > 1 else 1, -1)
+    return rows if bits is None else rows.view(bits)
+
+
+def _halves(wire: Tensor) -> Any:
+    """The bits of bf16 rows, which numpy does not know."""
+    return _rows(wire.view(torch.int16), np.uint16)
+
+
+def _given(scale: Tensor | None) -> Tensor:
+    assert scale is not None, "the codec is scaled"
+    return scale
+
+
+def _in_fp32(rows: Tensor) -> Tensor:
+    return rows.detach().to(device="cpu", dtype=torch.float32).contiguous()
 
 
 FP32 = Fp32Codec()
@@ -113,3 +182,9 @@ def codec_named(name: str) -> Codec:
     if name not in CODECS:
         raise ValueError(f"unknown codec {name!r}: known are {', '.join(CODECS)}")
     return CODECS[name]
+
+
+def lossy(codec: Codec) -> LossyCodec:
+    """A codec that is known to carry changes."""
+    assert isinstance(codec, Bf16Codec | Int8Codec), f"{codec.name} carries values"
+    return codec

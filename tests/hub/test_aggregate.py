@@ -56,7 +56,7 @@ def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, n
 @pytest.mark.parametrize("experts", [2, 3, 4, 7])
 @pytest.mark.parametrize("budget", [forms.SLICE_BYTES, 600])
 def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
-    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw, budget=budget))
+    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw | {"budget": budget}))
     recipe = make_recipe(
         {
             "num_experts": experts,

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 from hub.fabricated import assert_same, make_recipe, read_state
 from spes_mega.errors import StoreError
@@ -9,6 +10,7 @@ from spes_mega.hub.initial import commit_initial
 from spes_mega.hub.ledger import Ledger
 from spes_mega.hub.members import Member, Presence
 from spes_mega.hub.store import Store
+from spes_mega.layout.checksums import check_files
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
 
@@ -94,7 +96,7 @@ def test_only_the_last_two_rounds_stay_and_snapshots_are_links_that_outlive_them
         store.prune(record.round)
         store.snapshot(record)
     state = tmp_path / "state"
-    assert sorted(path.name for path in (state / "rounds").iterdir()) == ["000003", "000004"]
+    assert sorted(path.name for path in (state / "rounds").glob("[!.]*")) == ["000003", "000004"]
     # every second round, and the last of the run
     assert sorted(path.name for path in (state / "snapshots").iterdir()) == ["round-000002", "round-000004"]
     linked = state / "snapshots/round-000004/model.safetensors"
@@ -103,6 +105,37 @@ def test_only_the_last_two_rounds_stay_and_snapshots_are_links_that_outlive_them
     expected = {name: tensor + 2 for name, tensor in drawn(recipe).items()}
     assert_same(read_state(state / "snapshots/round-000002"), expected)
     assert store.snapshot(record) is None
+
+
+def test_the_next_state_overwrites_files_of_one_that_nobody_needs(store, recipe, tmp_path):
+    rounds = tmp_path / "state" / "rounds"
+
+    def commit():
+        record = commit_next(store, recipe)
+        store.prune(record.round)
+        return (rounds / f"{record.round:06d}" / "model.safetensors").stat().st_ino
+
+    inodes = [(rounds / "000000" / "model.safetensors").stat().st_ino, *(commit() for _ in range(3))]
+    assert inodes[3] == inodes[0]
+    assert inodes[0] not in inodes[1:3]
+    assert_same(read_state(rounds / "000003"), {name: tensor + 3 for name, tensor in drawn(recipe).items()})
+    check_files(rounds / "000003")
+    # A snapshot has the file of round 2, and somebody reads round 3.
+    store.snapshot(store.read_ledger(2).rounds[-1])
+    commit()
+    reader = store.open_state(3)
+    commit()
+    assert commit() not in inodes
+    assert [torch.equal(reader.rows(n, 0, len(t)), t + 3) for n, t in drawn(recipe).items()].count(False) == 0
+    reader.close()
+    assert_same(read_state(tmp_path / "state/snapshots/round-000002"), {n: t + 2 for n, t in drawn(recipe).items()})
+    store.close()
+    again = Store(tmp_path / "state", recipe)
+    try:
+        assert not list(rounds.glob(".*spare"))
+    finally:
+        again.close()
+        store._lock = again._take_lock()
 
 
 def test_snapshots_are_copied_where_links_are_not_possible(store, recipe, monkeypatch):

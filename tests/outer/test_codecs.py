@@ -65,6 +65,44 @@ def test_with_error_feedback_nothing_is_lost_over_the_rounds(codec, rounds):
         assert (carried.abs() <= half_step(codec, change) * (1 + 2.0**-20)).all()
 
 
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+@settings(deadline=None)
+@given(pair=hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 8)), elements=FINITE))
+def test_what_is_done_in_one_pass_is_bit_for_bit_what_decoded_rows_give(codec, pair):
+    before, change = torch.from_numpy(pair.copy())
+    wire, scale = codec.encode(change)
+    decoded = codec.decode(wire, scale)
+    added, lost, after, kept = before.clone(), change.clone(), before.clone(), change.clone()
+    codec.add(added, wire, scale)
+    assert_same_bits(added, before + decoded)
+    codec.subtract(lost, wire, scale)
+    assert_same_bits(lost, change - decoded)
+    codec.move(after, kept, wire, scale)
+    assert_same_bits(after, added)
+    assert_same_bits(kept, change + (before - added))
+
+
+def assert_same_bits(one, other):
+    assert one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.uint32, st.tuples(st.integers(1, 4), st.integers(1, 9))))
+def test_bf16_rounds_as_torch_does_whatever_the_value(bits):
+    rows = torch.from_numpy(bits.view(np.float32))
+    ours, theirs = codec_named("bf16").encode(rows)[0], rows.to(torch.bfloat16)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+def test_a_value_that_is_not_finite_shows_on_the_wire(codec, value):
+    wire, scale = codec.encode(torch.tensor([[1.0, value, 2.0], [1.0, 2.0, 3.0]]))
+    finite = (wire if scale is None else scale).isfinite()
+    assert [bool(row.all()) for row in finite] == [False, True]
+
+
 @settings(deadline=None)
 @given(ROWS)
 def test_fp32_is_the_identity_bit_for_bit(values):
