@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from spes_mega.errors import StoreError
+from spes_mega.errors import SpesError, StoreError
 from spes_mega.hub.faults import PayloadError
 from spes_mega.hub.forms import Forms, Shape, forms_of, in_fp32
 from spes_mega.hub.payload import PayloadWriter, StoredPayload
@@ -123,16 +123,19 @@ class Publisher:
             self._weights.add_checksum(name, checksums.of_file(file.fileno(), name))
 
     def values(self, name: str, start: int, rows: Tensor) -> None:
-        """New rows of P, as they are."""
-        self._weights.write_rows(name, start, rows)
+        """New rows of P, as they are. Raises SpesError if they are not finite."""
+        self._weights.write_rows(name, start, _finite(name, rows))
 
     def change(self, name: str, start: int, before: Tensor, change: Tensor) -> None:
-        """Move rows of P from `before` by what the codec makes of `change`; the rest is R. Both are overwritten."""
+        """Move rows of P from `before` by what the codec makes of `change`; the rest is R. Both are overwritten.
+
+        Raises SpesError if the new rows are not finite.
+        """
         assert self._delta is not None, "the tensor is lossy"
         assert self._residual is not None, "the tensor is lossy"
         wire, scale = self._delta.write_rows(name, start, change)
         lossy(self._terms.down(name)).move(before, change, wire, scale)
-        self._weights.write_rows(name, start, before)
+        self._weights.write_rows(name, start, _finite(name, before))
         self._residual.write_rows(name, start, change)
 
     def unchanged(self, name: str, start: int, rows: Tensor, residual: Tensor) -> None:
@@ -142,9 +145,23 @@ class Publisher:
         self._residual.write_rows(name, start, residual)
 
     def velocity(self, name: str, start: int, rows: Tensor) -> None:
-        """New rows of the momentum."""
+        """New rows of the momentum. Raises SpesError if they are not finite."""
         assert self._velocity is not None, "the tensor has momentum"
-        self._velocity.write_rows(name, start, rows)
+        self._velocity.write_rows(name, start, _finite(name, rows))
+
+
+def _finite(name: str, rows: Tensor) -> Tensor:
+    """Pushes are finite, but their mean times a learning rate, or what a codec makes of it, need not be."""
+    if rows.sum().isfinite():  # what is not finite stays so in a sum, which takes a third of the time
+        return rows
+    low, high = rows.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        raise SpesError(
+            f"the new state of {name} would have NaN or infinite values: what the nodes pushed is finite, but too "
+            "large for spes.outer and spes.wire.down. The last state is whole: remove the round's directory in "
+            "STATE/pushes, set spes.max_update_norm, and start the hub again; its nodes train the round anew"
+        )
+    return rows
 
 
 @contextmanager
