@@ -108,13 +108,23 @@ class Mixture:
         if self._pushes_are_the_state(name) and self._is_private(name):
             return self._mean(name, start, stop).sub_(before)
         residual = self.previous.residual(name, start, stop)
-        if (step := self._step(name, start, stop, before, out)) is not None:
+        if self._adds_up(name):
+            self._pushes[self.contributors(name)[0]].add_rows(name, start, stop, residual)
+        elif (step := self._step(name, start, stop, before, out)) is not None:
             residual.add_(step)
         return residual
 
     def _pushes_are_the_state(self, name: str) -> bool:
         averages = self.terms.optimizer(name).averages and self.terms.up(name).lossless
         return averages and bool(self.contributors(name))
+
+    def _adds_up(self, name: str) -> bool:
+        """Whether one node's change is the whole step."""
+        return (
+            self.terms.optimizer(name).averages
+            and not self.terms.up(name).lossless
+            and len(self.contributors(name)) == 1
+        )
 
     def _is_private(self, name: str) -> bool:
         """Whether its node began the round with P + R, and not with P: see `Terms.private`."""

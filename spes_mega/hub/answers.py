@@ -66,9 +66,9 @@ class Pulled:
 
     def close(self) -> None:
         """Free the spool file."""
-        if self._close is not None:
-            self._close()
-            self._close = None
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
     def __enter__(self) -> Self:
         return self

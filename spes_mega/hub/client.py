@@ -149,16 +149,23 @@ class HubClient:
         it all tensors have to be replaced (where weights travel with loss, the client may know most of them).
         """
         if (replica := self._replica) is None:
-            opening, payload, close = self._download(have_round)
-            return Pulled(opening, payload.shapes, opening.full, payload.read, close)
-        opening, payload, close = self._download(replica.round)
+            opening, payload, give_back = self._download(have_round)
+            return Pulled(opening, payload.shapes, opening.full, payload.read, give_back)
+        opening, payload, give_back = self._download(replica.round)
         try:
             knows = not opening.full and have_round == replica.round == replica.pushed_round
-            replica.apply(payload, opening.round, opening.full)
-            shapes = payload.shapes if knows else replica.shapes
-        finally:
-            close()
-        return Pulled(opening, shapes, not knows, replica.read, lambda: None)
+            replica.follow(payload, opening.round, opening.full)
+        except BaseException:
+            give_back()
+            raise
+
+        def close() -> None:
+            try:
+                replica.settle()
+            finally:
+                give_back()
+
+        return Pulled(opening, payload.shapes if knows else replica.shapes, not knows, replica.read, close)
 
     def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload, Callable[[], None]]:
         """The payload, and what gives its file back."""

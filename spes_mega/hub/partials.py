@@ -128,13 +128,17 @@ class Upload:
 class Partials:
     """The uploads of one round, by node and by the payload's id, which the node has drawn."""
 
-    def __init__(self, directory: Path, spares: Iterable[Path] = ()) -> None:
-        """`spares` are files in the directory that nobody needs any more: overwriting them is several times as fast as
-        writing new ones, whose pages have to be made first."""
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._spares = list(spares)
+        self._spares: list[Path] = []
         self._uploads: dict[tuple[int, str], Upload] = {}
         self._lock = threading.Lock()
+
+    def add_spares(self, spares: Iterable[Path]) -> None:
+        """Files in the directory that nobody needs any more: overwriting them is several times as fast as writing new
+        ones, whose pages have to be made first."""
+        with self._lock:
+            self._spares += spares
 
     def held(self, node: int, payload: str) -> tuple[int, bool]:
         """How many bytes of a payload are here, and whether it is part of its round already."""

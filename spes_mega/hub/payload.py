@@ -34,7 +34,6 @@ from spes_mega.layout.safetensors_format import (
     parse_header,
 )
 from spes_mega.layout.tensor_bytes import bytes_of, read_tensor, write_tensor
-from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS, lossy
 
 
@@ -47,14 +46,9 @@ class PayloadWriter:
         forms: Forms,
         metadata: Mapping[str, str] | None = None,
         checksums: TensorChecksums | None = None,
-        write_behind: bool = False,
     ) -> None:
-        """Writes the header, and makes the file as long as it will be; what it held before stays until all is written.
-
-        `write_behind`: the file will be synced, so that the disk may begin before the end.
-        """
+        """Writes the header, and makes the file as long as it will be; what it held stays until all is written."""
         self._fd = file.fileno()
-        self._write_behind = WriteBehind(drop=False) if write_behind else None
         self._forms = forms
         self._checksums = checksums
         header = payload_header(forms, metadata)
@@ -81,8 +75,6 @@ class PayloadWriter:
         write_tensor(self._fd, self._header.data_start + offset, rows, name)
         if self._checksums is not None:
             self._checksums.wrote(name, offset - spec.start, bytes_of(rows))
-        if self._write_behind is not None and offset + rows.nbytes == spec.stop:
-            self._write_behind.wrote(self._fd, self._header.data_start + spec.start, spec.stop - spec.start)
 
 
 def _row_offset(spec: TensorSpec, start: int) -> int:

@@ -8,7 +8,7 @@
 The last three are there only where the recipe asks for a lossy codec down, or for momentum.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -34,8 +34,8 @@ BESIDE = (RESIDUAL, VELOCITY, DELTA)
 class Published:
     """A committed state, open for reading. Close it when done."""
 
-    def __init__(self, directory: Path, round_: int, terms: Terms, closed: Callable[[], object] = lambda: None) -> None:
-        """`closed` is called by `close`. Raises CheckpointError or StoreError: a file is missing or damaged."""
+    def __init__(self, directory: Path, round_: int, terms: Terms) -> None:
+        """Raises CheckpointError or StoreError: a file is missing or damaged."""
         self._stack = ExitStack()
         try:
             self.weights: Checkpoint = self._stack.enter_context(open_checkpoint(directory))
@@ -45,7 +45,6 @@ class Published:
             self._residual = self._open(directory / RESIDUAL, self._lossy)
             self._velocity = self._open(directory / VELOCITY, self._moving)
             self.delta = self._open(directory / DELTA, self._lossy)
-            self._stack.callback(closed)
         except BaseException:
             self.close()
             raise
@@ -115,7 +114,7 @@ class Publisher:
         file = self._stack.enter_context(self._weights.open_beside(name))
         checksums = TensorChecksums()
         self._files[name] = file, checksums
-        return PayloadWriter(file, forms, checksums=checksums, write_behind=True)
+        return PayloadWriter(file, forms, checksums=checksums)
 
     def add_checksums(self) -> None:
         """All has been written."""

@@ -4,7 +4,7 @@ Everything lies in unlinked spool files and is read and written by rows, so that
 """
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -59,7 +59,7 @@ class Replica:
     def __init__(self, shapes: Shapes, terms: Terms, directory: Path | None) -> None:
         """`directory` needs room for two copies of the weights in fp32, and one or two of what the node trains."""
         self.round: int | None = None
-        """Whose published weights these are; None before the first pull."""
+        """Whose published weights these are; None before the first pull, and while one is applied."""
         self.pushed_round: int | None = None
         """The last round that took a push of this node."""
         self.shapes: dict[str, Shape] = dict(shapes)
@@ -68,6 +68,10 @@ class Replica:
         self._weights = _Versions(shapes, directory, self._stack)
         """As published; of what the node alone trains, as the node began the round."""
         self._residual = _Versions(shapes, directory, self._stack)
+        self._arrived: StoredPayload | None = None
+        self._coming = 0
+        self._to_apply: dict[str, int] = {}
+        """Tensors of what has arrived, and how many of their rows have been applied."""
         self._staged: tuple[list[str], set[str]] = ([], set())
         self._pushed: list[str] = []
         self._kept: set[str] = set()
@@ -85,7 +89,7 @@ class Replica:
         `alone` are names that this node alone trains; where the hub takes them as they are, it goes on from its values.
         """
         if self.round is None:
-            raise ValueError("a node pulls before it pushes: changes are against what is published")
+            raise ValueError("before it pushes, a node pulls and closes what it pulled: changes are against that")
         private = set(alone) if self._terms.averages_experts else set()
         writer = PayloadWriter(file, forms_of(shapes, self._terms.up), metadata)
         for name, tensor in in_turn(shapes, tensors):
@@ -114,21 +118,40 @@ class Replica:
         self._weights.commit(self._kept)
         self.pushed_round = round_
 
-    def apply(self, payload: StoredPayload, round_: int, full: bool) -> None:
-        """Follow the hub to the state of `round_`.
+    def follow(self, payload: StoredPayload, round_: int, full: bool) -> None:
+        """Go to the state of `round_`: what has come is applied where it is read, and the rest by `settle`.
 
         Raises:
             PayloadError: the payload is not one that leads there from what this node holds.
         """
         self._check(payload, round_, full)
-        for name, (shape, codec) in payload.forms.items():
-            for start, stop in row_slices(shape):
-                if codec.lossless:
-                    rows = payload.read_rows(name, start, stop)
-                else:
-                    payload.add_rows(name, start, stop, rows := self._weights.rows(name, start, stop))
-                self._weights.write(name, start, rows)
-        self.round = round_
+        self._arrived, self._to_apply = payload, dict.fromkeys(payload.forms, 0)
+        self._coming, self.round = round_, None  # all would be needed again if something goes wrong
+
+    def settle(self) -> None:
+        """Apply what has not been read; the payload is not needed any more."""
+        for name in list(self._to_apply):
+            for _ in self._apply(name):
+                pass
+        self._arrived, self.round = None, self._coming
+
+    def _apply(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(start, new rows) of a tensor, which are also written to the file."""
+        assert self._arrived is not None, "there is something to apply"
+        payload = self._arrived
+        shape, codec = payload.forms[name]
+        for start, stop in row_slices(shape):
+            if start < self._to_apply[name]:  # whoever read it before was interrupted
+                yield start, self._weights.rows(name, start, stop)
+                continue
+            if codec.lossless:
+                rows = payload.read_rows(name, start, stop)
+            else:
+                payload.add_rows(name, start, stop, rows := self._weights.rows(name, start, stop))
+            self._weights.write(name, start, rows)
+            self._to_apply[name] = stop
+            yield start, rows
+        del self._to_apply[name]
 
     def _check(self, payload: StoredPayload, round_: int, full: bool) -> None:
         for name, (shape, codec) in payload.forms.items():
@@ -148,7 +171,12 @@ class Replica:
 
     def read(self, name: str) -> Tensor:
         """A tensor as the node begins the round with it, fp32."""
-        return self._weights.rows(name, 0, self.shapes[name][0])
+        if name not in self._to_apply:
+            return self._weights.rows(name, 0, self.shapes[name][0])
+        tensor = torch.empty(self.shapes[name])
+        for start, rows in self._apply(name):
+            tensor[start : start + len(rows)] = rows
+        return tensor
 
     def save_residual(self, path: Path) -> None:
         """Write what accepted pushes lost so far to a safetensors file."""

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from contextlib import closing as closed_at_the_end
 from pathlib import Path
 from typing import TypeVar
 
 import xxhash
 
-from spes_mega.errors import StoreFullError
+from spes_mega.errors import StoreError, StoreFullError
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
 from spes_mega.hub.faults import BrokenTransferError, FullError, PayloadError, StaleRoundError
@@ -26,7 +27,7 @@ from spes_mega.hub.published import publishing
 from spes_mega.hub.room import Pause, Room, noticing_full
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, most_tokens, tokens_of
-from spes_mega.hub.store import Store
+from spes_mega.hub.store import Closing, Store
 from spes_mega.hub.terms import Terms, bytes_beside, changed_names
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.writer import CheckpointWriter
@@ -60,16 +61,23 @@ class Run:
         self._room = Room(recipe.spes.on_full_disk, console)
         self._store = Store(state, recipe)
         try:
-            self._open(state, init)
+            self._open(init)
         except BaseException:
             self._store.close()
             raise
 
-    def _open(self, state: Path, init: Path | None) -> None:
+    def _open(self, init: Path | None) -> None:
         round_ = self._at_start(lambda: self._initial_round(init))
+        self._load(round_)
+        if (closing := self._store.closing(round_)) is not None:  # nodes may hold the next state already
+            self._check_pushes(round_, closing)
+            self._close(round_, closing, goes_on=False)
+            self._load(round_ + 1)
+
+    def _load(self, round_: int) -> None:
         self.ledger: Ledger = self._store.read_ledger(round_)
         self.newest: RoundRecord = self.ledger.rounds[-1]
-        self._metrics = self._at_start(lambda: Metrics(state / "metrics.jsonl", self.ledger.rounds))
+        self._metrics = self._at_start(lambda: Metrics(self._store.root / "metrics.jsonl", self.ledger.rounds))
         self.staging = self._at_start(self._stage)
         self.rounds = self._rounds(round_, self._stored_pushes(round_))
         self._at_start(self._snapshot)  # a crash may have come between the last round and its snapshot
@@ -116,6 +124,14 @@ class Run:
             self.ledger.pushed(node, round_)
         return set(sizes)
 
+    def _check_pushes(self, round_: int, closing: Closing) -> None:
+        if missing := [node for node in closing.nodes if not self.rounds.has_pushed(node, round_)]:
+            raise StoreError(
+                f"{self._store.pushes_dir(round_)}: the push of node {missing[0]} is missing or damaged, and round "
+                f"{round_} was closed with it. Restore the state directory from a copy, or remove that directory and "
+                "start the hub and all nodes again: the round is trained anew"
+            )
+
     def _rounds(self, round_: int, pushed: set[int]) -> Rounds:
         members = self._store.read_members()
         if not self.finished:
@@ -155,11 +171,8 @@ class Run:
         """The same before anybody is served; a signal ends the process then, which loses nothing."""
         return self._needed(action, lambda seconds, reason: time.sleep(seconds))
 
-    def _stage(self, over: Staging | None = None) -> Staging:
-        """For the pushes of the open round, whose ownership says what each node has to push.
-
-        They are written over those of the round before, `over`.
-        """
+    def _stage(self) -> Staging:
+        """For the pushes of the open round, whose ownership says what each node has to push."""
         ownership = self.ownership
 
         def pushed(node: int) -> dict[str, Form]:
@@ -167,13 +180,10 @@ class Run:
             return forms_of({name: self.shapes[name] for name in names}, self._terms.up)
 
         round_ = self.newest.round
-        directory = self._store.pushes_dir(round_)
-        spares = over.retire(directory) if over and not self.finished else []
         return Staging(
-            directory,
+            self._store.pushes_dir(round_),
             pushed,
             lambda node, payload: self._check_update(round_, node, payload),
-            spares,
             most_tokens(self.recipe),
         )
 
@@ -182,7 +192,7 @@ class Run:
         limit = self.recipe.spes.max_update_norm
         if limit is None:
             return
-        with closing(self._store.open_state(round_)) as base:
+        with closed_at_the_end(self._store.open_state(round_)) as base:
             norm = update_norm(update_rows(payload, base.weights))
         self.ledger.measured(node, norm)
         if not norm <= limit:
@@ -256,7 +266,7 @@ class Run:
         self.rounds.settle()
         record = self.newest
         parts, full = self._parts(node, have_round, record)
-        with closing(self._store.open_state(record.round)) as state:
+        with closed_at_the_end(self._store.open_state(record.round)) as state:
             outgoing = Outgoing(state, parts, self._terms)
             total, payload = outgoing.total_bytes, f"{record.round}-{xxhash.xxh3_64_hexdigest(outgoing.header)}"
             begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
@@ -298,35 +308,65 @@ class Run:
     def close_round(self) -> None:
         """Wait until the open round may close, and commit the state that it gives.
 
+        Nodes are given the state before it is durable: which pushes it is made of is, and so are these, so that a hub
+        that is started again makes the same state of them.
+
         Raises:
             DeadlineError: nodes did not come in time.
             StoreFullError: the disk is full, and spes.on_full_disk is stop.
-            CheckpointError: the last state cannot be read.
+            StoreError, CheckpointError: the state directory cannot be read or written.
             Stopped: the hub was asked to stop; nothing is left of the new state.
         """
         round_, nodes = self._needed(self.rounds.await_close)
-        began = time.monotonic()
-        self.staging.close()
-        similarity = self._needed(lambda: self._commit(round_, nodes))
-        self._open_next(time.monotonic() - began, similarity)
+        closing = Closing(nodes, self._next_absent(round_, nodes))
+        self._needed(lambda: self._store.note_closing(round_, closing))
+        self._close(round_, closing)
 
-    def _commit(self, round_: int, nodes: tuple[int, ...]) -> dict[int, Similarity]:
+    def _close(self, round_: int, closing: Closing, goes_on: bool = True) -> None:
+        began, before, staged = time.monotonic(), self.newest, self.staging
+        staged.close()
+        similarity = self._needed(lambda: self._commit(round_, closing, began))
+        if goes_on and not self.finished:
+            self._needed(lambda: self.staging.take_over(staged))
+        self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, self._aggregation_s)
+        if before.absent != self.newest.absent:
+            self._say_ownership()
+        self._store.prune(self.newest.round, self.finished)
+        self._needed(lambda: self._metrics.append(self.newest, similarity))
+        self._needed(self._snapshot)
+
+    def _commit(self, round_: int, closing: Closing, began: float) -> dict[int, Similarity]:
         closed, similarity = self.ledger.copy(), dict[int, Similarity]()
-        with ExitStack() as stack:
-            previous = stack.enter_context(closing(self._store.open_state(round_)))
-            pushes = {node: stack.enter_context(closing(self.staging.open(node))) for node in nodes}
-            tokens = {node: tokens_of(push) for node, push in pushes.items()}
-            weights = tokens if self.recipe.spes.weight_by_tokens else None
-            mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
-            self._store.commit(
-                round_ + 1,
-                lambda writer: self._fill(writer, closed, mixture, round_, tokens, similarity),
-                base_config=previous.weights.config,
-                copy_from=self._store.round_dir(round_),
-                beside=bytes_beside(self.shapes, self._terms, self._changed(round_, nodes)),
-            )
-        self.ledger.follow(closed)
+        try:
+            with ExitStack() as stack:
+                previous = stack.enter_context(closed_at_the_end(self._store.open_state(round_)))
+                pushes = {
+                    node: stack.enter_context(closed_at_the_end(self.staging.open(node))) for node in closing.nodes
+                }
+                tokens = {node: tokens_of(push) for node, push in pushes.items()}
+                weights = tokens if self.recipe.spes.weight_by_tokens else None
+                mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
+                self._store.commit(
+                    round_ + 1,
+                    lambda writer: self._fill(writer, closed, mixture, round_, tokens, closing.absent, similarity),
+                    base_config=previous.weights.config,
+                    copy_from=self._store.round_dir(round_),
+                    beside=bytes_beside(self.shapes, self._terms, self._changed(round_, closing.nodes)),
+                    publish=lambda: self._publish(closed, began),
+                )
+        except StoreFullError as e:
+            if self.newest.round > round_:  # nodes have the state: it cannot be made a second time by this process
+                raise StoreError(f"{e}; make room and start the hub again: nothing is lost") from e
+            raise
         return similarity
+
+    def _publish(self, closed: Ledger, began: float) -> None:
+        """Open the next round."""
+        self.ledger.follow(closed)
+        self.newest = self.ledger.rounds[-1]
+        self.staging = self._needed(self._stage)
+        self._aggregation_s = time.monotonic() - began
+        self.rounds.committed(self.newest.round)
 
     def _changed(self, round_: int, nodes: tuple[int, ...]) -> list[str]:
         return changed_names(self.shapes, self.ownership, nodes, merge_of(self.recipe, round_) is not None)
@@ -338,6 +378,7 @@ class Run:
         mixture: Mixture,
         round_: int,
         tokens: dict[int, int],
+        absent: tuple[int, ...],
         similarity: dict[int, Similarity],
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
@@ -351,7 +392,7 @@ class Run:
             self.rounds.open_seconds(),
             sum(tokens.values()),
             merge.alpha if merge else None,
-            self._next_absent(round_, nodes),
+            absent,
             mean_similarity(similarity),
         )
         return closed
@@ -368,17 +409,6 @@ class Run:
             lambda node: self.ledger.missed(node, round_),
             spes.adopt_after,
         )
-
-    def _open_next(self, aggregation_s: float, similarity: dict[int, Similarity]) -> None:
-        before, self.newest = self.newest, self.ledger.rounds[-1]
-        self.staging = self._needed(lambda: self._stage(self.staging))
-        self.rounds.committed(self.newest.round)
-        self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, aggregation_s)
-        if before.absent != self.newest.absent:
-            self._say_ownership()
-        self._store.prune(self.newest.round)
-        self._needed(lambda: self._metrics.append(self.newest, similarity))
-        self._needed(self._snapshot)
 
     def _say_ownership(self) -> None:
         owned = self.ownership.nodes

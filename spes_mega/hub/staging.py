@@ -34,17 +34,16 @@ class Staging:
         directory: Path,
         forms_of: Callable[[int], Forms],
         check_update: Callable[[int, StoredPayload], None] = lambda node, payload: None,
-        spares: Iterable[Path] = (),
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         """`forms_of(node)` gives the names, shapes and codecs of what a node has to push; `check_update(node, payload)`
-        sees a push of finite values when it has come, and raises PayloadError if it is not wanted. `spares` are files
-        in the directory to be overwritten by pushes. A node may say that it trained on `max_tokens` at the most."""
+        sees a push of finite values when it has come, and raises PayloadError if it is not wanted. A node may say that
+        it trained on `max_tokens` at the most."""
         self._max_tokens = max_tokens
         self._check_update = check_update
         self._directory = directory
         self._forms_of = forms_of
-        self._partials = Partials(directory, spares)
+        self._partials = Partials(directory)
         self._lock = threading.Lock()
         self._checking = threading.Lock()  # one check at a time, so that memory does not grow with the nodes
 
@@ -96,17 +95,18 @@ class Staging:
         """The round is over: nothing is kept but what was committed."""
         self._partials.close()
 
-    def retire(self, target: Path) -> list[Path]:
-        """Give away what was committed, when the next state is durable: files in `target`, at most one a node.
+    def take_over(self, other: "Staging") -> None:
+        """Let pushes overwrite those of the round before, now that the state is durable that was made of them.
 
-        They get names that a restart sweeps. Should a crash bring the old names back, with the content of the next
-        round, then in the directory of a round that is over.
+        They get names that a restart sweeps. Should a crash bring the old names back, with the content of this round,
+        then in the directory of a round that is over.
         """
-        with self._lock:  # nobody compares a late push with one of them
-            for path in list(self._directory.iterdir()):
+        spares = []
+        with other._lock:  # nobody compares a late push with one of them
+            for path in list(other._directory.iterdir()):
                 if _STAGED.fullmatch(path.name):
-                    path.rename(target / f"{path.stem}.spare")
-        return list(target.glob("*.spare"))
+                    spares.append(path.rename(self._directory / f"{path.stem}.spare"))
+        self._partials.add_spares(spares)
 
     def _check_opening(self, opening: pb.PushOpening, forms: Forms) -> None:
         least = data_bytes(forms)

@@ -10,6 +10,8 @@
     rounds/.000005.partial-spare/   files of a state that was removed, to be overwritten by those of the next one
     metrics.jsonl                figures of all rounds
     pushes/000007/node-001-0123456789abcdef.safetensors   a committed push for the open round, and its checksum
+    pushes/000007/closing.json   with which pushes the round is closed: until the next state is on the disk, it can be
+                                 made anew from them
     pushes/000007/*.spare        pushes of the round before, to be overwritten by those of the open one
     snapshots/round-000007/      kept for good
 
@@ -22,11 +24,10 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,18 @@ LOCK_TRIES = 5
 KEPT_ROUNDS = 2
 """The newest state, and the one before it, from which a slow pull may still be reading."""
 _SPARE = ".{}.partial-spare"
+_CLOSING = "closing.json"
 _ROUND = re.compile(r"\d{6,}")
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What is decided when a round is closed."""
+
+    nodes: tuple[int, ...]
+    """Whose pushes go into the next state."""
+    absent: tuple[int, ...]
+    """Nodes whose experts others train from the next state on."""
 
 
 class Store:
@@ -61,8 +73,7 @@ class Store:
         self.root = root
         self._recipe = recipe
         self._terms = Terms(recipe.spes)
-        self._readers: Counter[int] = Counter()
-        self._readers_lock = threading.Lock()
+        self._pending: dict[int, Path] = {}
         try:
             check_own(root)
             for part in PARTS:
@@ -101,17 +112,14 @@ class Store:
 
     def open_state(self, round_: int) -> Published:
         """Raises CheckpointError or StoreError: a file is missing or damaged."""
-        with self._readers_lock:
-            self._readers[round_] += 1
-        try:
-            return Published(self.round_dir(round_), round_, self._terms, lambda: self._closed(round_))
-        except BaseException:
-            self._closed(round_)
-            raise
-
-    def _closed(self, round_: int) -> None:
-        with self._readers_lock:
-            self._readers[round_] -= 1
+        directory = self.round_dir(round_)
+        if (pending := self._pending.get(round_)) and not directory.exists():
+            try:
+                return Published(pending, round_, self._terms)
+            except (CheckpointError, StoreError):
+                if not directory.exists():
+                    raise  # else it got its final name just now
+        return Published(directory, round_, self._terms)
 
     def check_state(self, round_: int) -> None:
         """Raises StoreError naming the first damaged file of a state, and what can be done."""
@@ -177,10 +185,12 @@ class Store:
         base_config: dict[str, Any] | None,
         copy_from: Path | None,
         beside: int = 0,
+        publish: Callable[[], object] = lambda: None,
     ) -> None:
         """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them.
 
-        `beside` is the size of what lies beside the weights.
+        `publish` is called when the state can be opened, before it is durable; `beside` is the size of what lies beside
+        the weights.
         """
         metadata = {"round": str(round_)}
         with (
@@ -199,26 +209,49 @@ class Store:
         ):
             content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
             writer.write_text("round.json", json.dumps(content, indent=1))
+            self._pending[round_] = writer.complete()
+            publish()
+        del self._pending[round_]
 
-    def prune(self, newest: int) -> None:
-        """Remove states and pushes that nobody needs any more, but for files that the next state can overwrite."""
+    def note_closing(self, round_: int, closing: Closing) -> None:
+        """From now on the open round is closed with these pushes, and no others. Raises StoreFullError."""
+        path = self.pushes_dir(round_) / _CLOSING
+        with noticing_full(path):
+            _write_durably(path, json.dumps(asdict(closing)))
+            sync_directory(path.parent.parent)
+
+    def closing(self, round_: int) -> Closing | None:
+        """How an earlier hub began to close a round. Raises StoreError if the file is damaged."""
+        path = self.root / "pushes" / f"{round_:06d}" / _CLOSING
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return Closing(tuple(map(int, raw["nodes"])), tuple(map(int, raw["absent"])))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise StoreError(f"{path}: damaged: {e!r}; restore the state directory from a copy") from e
+
+    def prune(self, newest: int, last: bool = False) -> None:
+        """Remove states and pushes that nobody needs any more, but for files that the next state can overwrite.
+
+        `last`: no state will follow.
+        """
         for spare in self.root.glob(f"rounds/{_SPARE.format('*')}"):
             shutil.rmtree(spare)
         for number in sorted(self._numbers("rounds")):
             if number <= newest - KEPT_ROUNDS:
-                self._retire(number)
+                (self._remove if last else self._retire)(self.round_dir(number))
+        kept = {newest, newest + 1} if self.closing(newest) else {newest}  # nodes may be further than the disk
         for number in self._numbers("pushes"):
-            if number != newest:
+            if number not in kept:
                 self._remove(self.root / "pushes" / f"{number:06d}")
 
-    def _retire(self, round_: int) -> None:
+    def _retire(self, directory: Path) -> None:
         """Keep what is large of a state that is not needed, unless somebody still reads it or a snapshot has it."""
-        spare = self.root / "rounds" / _SPARE.format(f"{round_:06d}")
-        self.round_dir(round_).rename(spare)  # from here on nobody opens it
-        with self._readers_lock:
-            read = self._readers.pop(round_, 0)
+        spare = directory.with_name(_SPARE.format(directory.name))
+        directory.rename(spare)  # from here on nobody opens it
         for path in spare.iterdir():
-            if read or path.suffix != ".safetensors" or path.stat().st_nlink > 1:
+            if path.suffix != ".safetensors" or path.stat().st_nlink > 1 or _is_open(path):
                 path.unlink()
 
     def snapshot(self, record: RoundRecord) -> Path | None:
@@ -307,6 +340,21 @@ class Store:
             shutil.rmtree(doomed)
         else:
             path.unlink()
+
+
+def _is_open(path: Path) -> bool:
+    """Whether any process has a file open or mapped; True where that cannot be told."""
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return True
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # is refused if there is another one who has it
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _link(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype is torch.bfloat16:  # numpy does not know it
         tensor = tensor.view(torch.int16)
     assert tensor.is_contiguous(), "a copy would take what is written"
-    return memoryview(tensor.detach().numpy().reshape(-1).view(np.uint8))
+    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
 
 
 def read_tensor(fd: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> torch.Tensor:

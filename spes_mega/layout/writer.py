@@ -104,7 +104,7 @@ class CheckpointWriter:
         self._copy_from = copy_from
         self._metadata = {"format": "pt", **(metadata or {})}
         self._fsync = fsync
-        self._write_behind = WriteBehind(drop=not cached)
+        self._write_behind = None if cached else WriteBehind(drop=True)
         self._shards = self._split(max_shard_bytes)
         self._texts: dict[str, str] = {}
         self._fds: list[int] = []
@@ -115,6 +115,7 @@ class CheckpointWriter:
         self._checksums = TensorChecksums() if checksums else None
         self._checksums_beside: dict[str, str] = {}
         self._spares = dict(spares or {})
+        self._completed = False
         self._check_room(self.total_bytes + beside)
 
     @property
@@ -193,7 +194,7 @@ class CheckpointWriter:
             offset += stored.nbytes
         with self._lock:
             filled = self._filled[name] = _merged(self._filled[name], (start, stop))
-        if self._fsync and filled == [(0, place.shape[0])]:
+        if self._write_behind and self._fsync and filled == [(0, place.shape[0])]:
             self._write_behind.wrote(place.fd, place.offset, self._bytes(name))
 
     def set_metadata(self, metadata: Mapping[str, str]) -> None:
@@ -207,6 +208,23 @@ class CheckpointWriter:
     def add_checksum(self, file: str, checksum: str) -> None:
         """The checksum of a file beside the checkpoint, so that it need not be read again."""
         self._checksums_beside[file] = checksum
+
+    def complete(self) -> Path:
+        """All has been written: returns the directory that can be read from now on, which is not durable yet.
+
+        Raises CheckpointError if a tensor was not filled.
+        """
+        if self._completed:
+            return self._partial
+        for name, filled in self._filled.items():
+            if filled != [(0, self._shapes[name][0])]:
+                raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
+        self._write_headers()
+        self._write_companions()
+        if self._checksums is not None:
+            self._write_checksums(self._checksums)
+        self._completed = True
+        return self._partial
 
     def _bytes(self, name: str) -> int:
         return byte_count(self._dtypes[name], self._shapes[name])
@@ -262,13 +280,7 @@ class CheckpointWriter:
             os.pwrite(fd, header, 0)
 
     def _commit(self) -> None:
-        for name, filled in self._filled.items():
-            if filled != [(0, self._shapes[name][0])]:
-                raise CheckpointError(f"{self._out}: {name} was not filled completely (rows {filled or 'none'})")
-        self._write_headers()
-        self._write_companions()
-        if self._checksums is not None:
-            self._write_checksums(self._checksums)
+        self.complete()
         if self._fsync:
             for fd in self._fds:
                 os.fsync(fd)

@@ -63,7 +63,12 @@ class LoneNode:
                 with open_checkpoint(self._init) as checkpoint:
                     config = checkpoint.config
             with CheckpointWriter(
-                self._out / "final", self._recipe.model, torch.float32, base_config=config, copy_from=self._init
+                self._out / "final",
+                self._recipe.model,
+                torch.float32,
+                base_config=config,
+                copy_from=self._init,
+                cached=False,
             ) as writer:
                 for name, tensor in tensors:
                     writer.write(name, tensor)

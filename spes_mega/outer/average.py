@@ -35,7 +35,7 @@ def average(parts: Iterable[Tensor], weights: Sequence[float] | None = None) -> 
         if part.shape != first.shape:
             raise ValueError(f"cannot average shapes {tuple(first.shape)} and {tuple(part.shape)}")
         if total is None:
-            total = np.zeros(first.numel())
+            total = np.full(first.numel(), -0.0)  # which leaves a sum of -0.0 as it is
             kernels().add_weighted(total, _flat(first), first_weight)
         kernels().add_weighted(total, _flat(part), weight)
     if first is None:

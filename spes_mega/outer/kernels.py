@@ -1,7 +1,7 @@
 """Arithmetic of means and lossy codecs in one pass over rows: numpy or torch would take a pass for every operation.
 
-All arrays are contiguous; rows of the codecs are two-dimensional [R, C], those of means have one axis. Every operation is rounded to fp32 on its own, so that
-whoever decodes gets the same bits. The GIL is let go.
+All arrays are contiguous; rows of the codecs are two-dimensional [R, C], those of means have one axis. Every operation
+is rounded on its own, so that whoever decodes gets the same bits. The GIL is let go.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,14 @@ import numpy as np
 
 Kernel = TypeVar("Kernel", bound=Callable[..., None])
 _LEVELS, _HIGHEST = np.float32(127), np.int32(127)
+_BLOCK = 2048
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY_BITS = np.uint32(0x7F800000)
 
 
 def _compiled(kernel: Kernel) -> Kernel:
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return cast(Kernel, numba.njit(kernel, cache=True, **options))
-    except RuntimeError:  # nowhere to keep it: it is compiled anew in every process
-        return cast(Kernel, numba.njit(kernel, **options))
+    # Not kept on the disk: it takes some tenths of a second, and a file that was damaged would stop everybody.
+    return cast(Kernel, numba.njit(kernel, nogil=True, error_model="numpy"))
 
 
 @_compiled
@@ -36,6 +34,28 @@ def divide(total, divisor, out):  # type: ignore[no-untyped-def]
     """`out` fp32 from total fp64 / divisor."""
     for i in range(total.size):
         out[i] = np.float32(total[i] / divisor)
+
+
+@_compiled
+def merge(rows, donors, begins, alpha, out):  # type: ignore[no-untyped-def]
+    """own + alpha * mean(donor - own), in fp64; `rows` and `out` are fp32 [E, N].
+
+    The donors of an expert e are those in `donors` from begins[e] to begins[e + 1]; without any it keeps its values.
+    """
+    pull = np.empty(_BLOCK)
+    for own in range(rows.shape[0]):
+        first, last = begins[own], begins[own + 1]
+        weight = alpha / (last - first) if last > first else 0.0
+        for start in range(0, rows.shape[1], _BLOCK):
+            length = min(_BLOCK, rows.shape[1] - start)
+            values = rows[own, start : start + length]
+            pull[:length] = -0.0
+            for k in range(first, last):
+                donor = rows[donors[k], start : start + length]
+                for i in range(length):
+                    pull[i] += np.float64(donor[i]) - np.float64(values[i])
+            for i in range(length):
+                out[own, start + i] = np.float32(pull[i] * weight + np.float64(values[i]))
 
 
 @_compiled

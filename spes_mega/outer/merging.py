@@ -5,10 +5,14 @@ that memory depends on the slice and not on the model.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from spes_mega.outer.codecs import kernels
 
 Donors = tuple[tuple[int, ...], ...]
 SIMILARITY_MATRIX = "gate_proj"
@@ -60,13 +64,10 @@ def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
 
     fp32 in and out. An expert that equals its donors, or has none, keeps its values exactly.
     """
-    merged = rows_ERC.clone()
-    for own, others in enumerate(donors):
-        if others:
-            pull = torch.zeros_like(rows_ERC[own], dtype=torch.float64)
-            for donor in others:
-                pull.add_(rows_ERC[donor].to(torch.float64).sub_(rows_ERC[own]))
-            merged[own] = pull.mul_(alpha / len(others)).add_(rows_ERC[own])
+    merged = torch.empty(rows_ERC.shape)
+    flat, out = (values.numpy().reshape(len(donors), -1) for values in (rows_ERC.contiguous(), merged))
+    begins = np.cumsum([0, *map(len, donors)])
+    kernels().merge(flat, np.array([*chain(*donors)], dtype=np.int64), begins, alpha, out)
     return merged
 
 

@@ -96,6 +96,7 @@ def convert(
         base_config=source.config,
         copy_from=folder,
         metadata={"spes_mega_version": __version__, "converted_from": plan.source.family},
+        cached=False,
     ) as writer:
         for name, shape in expected_tensors(plan.model).items():
             block = max(1, _BLOCK_BYTES // byte_count(torch.float32, (1, *shape[1:])))

@@ -1,5 +1,6 @@
 """Small runs with made-up training: what nodes push, and what a round must give, in plain torch."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -103,9 +104,17 @@ def assert_same(got, expected):
         assert torch.equal(got[name], expected[name]), name
 
 
+def until_durable(path):
+    """Nodes are given a state before it has its name on the disk."""
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return path
+
+
 def read_state(path):
     """All tensors of a checkpoint directory."""
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(until_durable(path)) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names}
 
 

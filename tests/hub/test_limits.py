@@ -67,7 +67,7 @@ def test_pushes_that_never_say_who_they_are_do_not_hold_up_the_hub(start_hub, co
             stub.Push(iter([b""]), timeout=20)
         return refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    until(busy)  # all of them have come
+    until(busy, 60)  # all of them have come
     assert client.status()["round"] == 0
     for call in calls:
         call.cancel()
