@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
 from spes_mega.errors import RecipeError
@@ -54,7 +55,12 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
     _check_nvme(config["zero_optimization"])
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
+        try:
+            engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
+        except ValidationError as e:
+            first = e.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RecipeError(f"the recipe's deepspeed section: {where}: {first['msg']}, got {first['input']!r}") from e
     _measure_norms_in_parts(engine.optimizer)
     _share_masters(engine.optimizer)
     if dist.get_world_size() == 1 and hasattr(engine.optimizer, "buffered_reduce_fallback"):
@@ -143,6 +149,7 @@ def deepspeed_config(recipe: Recipe, ranks: int) -> dict[str, Any]:
     config = _merged(_defaults(recipe.train), recipe.deepspeed)
     _impose(config, _required(recipe.train), "deepspeed")
     zero = config["zero_optimization"]
+    _refuse_unfit(config, ranks)
     _check_offload(zero)
     if ranks == 1 and zero["stage"] < 3 and not zero.get("offload_optimizer"):
         # Gradients would be copied for a reduction of which there is none.
@@ -150,8 +157,24 @@ def deepspeed_config(recipe: Recipe, ranks: int) -> dict[str, Any]:
     return config
 
 
+def _refuse_unfit(config: dict[str, Any], ranks: int) -> None:
+    """What DeepSpeed has and what would go wrong here, some of it without a word."""
+    unfit = [
+        ("zero_optimization", "cpu_offload", "DeepSpeed gave it up: use offload_optimizer"),
+        ("bf16", "bf16_master_weights_and_grads", "the optimizer used here keeps fp32 masters"),
+        ("torch_autocast", "enabled", "use train.dtype"),
+    ]
+    if ranks > 1:
+        unfit.append(("zero_optimization", "round_robin_gradients", "with several ranks weights and masters differ"))
+    for section, key, reason in unfit:
+        if (config.get(section) or {}).get(key):
+            raise RecipeError(f"deepspeed.{section}.{key} cannot be set: {reason}")
+
+
 def _check_offload(zero: dict[str, Any]) -> None:
     offload = zero.get("offload_optimizer") or {}
+    if not isinstance(offload, dict):
+        raise RecipeError(f"{OFFLOAD}: expected a mapping such as {{device: cpu}}, got {offload!r}")
     if offload.get("ratio", 1) != 1:
         raise RecipeError(
             f"{OFFLOAD}.ratio is {offload['ratio']!r}: the optimizer used here is offloaded as a whole or not at all: "

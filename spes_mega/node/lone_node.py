@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, SpesError
 from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
 from spes_mega.node.checkpoint import Checkpoint
 from spes_mega.node.ranks import Ranks
@@ -71,6 +71,11 @@ class LoneNode:
                 cached=False,
             ) as writer:
                 for name, tensor in tensors:
+                    if not tensor.isfinite().all():
+                        raise SpesError(
+                            f"{name} has NaN or infinite values after the last step: training has diverged, and "
+                            "nothing was written. Lower train.lr, or lengthen train.warmup_steps"
+                        )
                     writer.write(name, tensor)
 
         weights.collect(weights.shapes, write)

@@ -105,5 +105,6 @@ class NodeRun:
         if not math.isfinite(metrics.lm_loss):
             raise SpesError(
                 f"step {metrics.step}: the loss is {metrics.lm_loss}; training has diverged: lower train.lr, "
-                "lengthen train.warmup_steps, or look at the data"
+                "lengthen train.warmup_steps, or look at the data. The newest checkpoint may have diverged already: "
+                "--resume takes an older one, or never"
             )

@@ -73,3 +73,15 @@ def test_the_result_of_a_lone_node_opens_in_transformers(results):
     model = AutoModelForCausalLM.from_pretrained(results / "alone/final")
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     assert torch.equal(model.model.norm.weight, weights(results / "alone/final")["model.norm.weight"])
+
+
+def test_a_model_that_is_not_finite_is_not_written(tmp_path, write_recipe):
+    train = {"steps": 1, "warmup_steps": 0, "lr": 3e38, "weight_decay": 100.0}
+    recipe = write_recipe(tmp_path, "wild", train=train, spes={"sync_every": 1})
+    node = launch(recipe, "--out", tmp_path / "out")
+    assert node.wait() == 1
+    assert "has NaN or infinite values after the last step" in node.output
+    assert not (tmp_path / "out/final").exists()
+    node = launch(recipe, "--out", tmp_path / "other", "--set", "deepspeed.zero_optimization.reduce_bucket_size=many")
+    assert node.wait() == 3
+    assert "the recipe's deepspeed section: reduce_bucket_size: " in node.output

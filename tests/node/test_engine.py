@@ -85,6 +85,11 @@ def test_a_rank_without_others_has_its_gradients_copied_only_where_the_recipe_sa
             offloading(device="nvme", nvme_path="/x"),
             r"offload_optimizer\.device is nvme: in ZeRO-1 .*zero_stage to 3, or",
         ),
+        ({"zero_optimization": {"offload_optimizer": True}}, r"offload_optimizer: expected a mapping such as"),
+        ({"zero_optimization": {"cpu_offload": True}}, r"deepspeed\.zero_optimization\.cpu_offload cannot be set"),
+        ({"torch_autocast": {"enabled": True}}, r"deepspeed\.torch_autocast\.enabled cannot be set: use train\.dtype"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, r"bf16_master_weights_and_grads cannot be set"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, r"round_robin_gradients cannot be set: with several"),
         ({"zero_optimization": 3}, r"deepspeed\.zero_optimization: expected a mapping"),
     ],
 )

@@ -1,6 +1,7 @@
 """`spes-mega plan`: what a recipe needs, and whether the machines at hand have it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,8 @@ def command(
     given: dict[str, Any] = {"spes.num_nodes": nodes, "train.micro_batch_size": micro_batch}
     flags = [f"{key}={value}" for key, value in given.items() if value is not None]
     links = Links(bandwidth, hub_bandwidth or bandwidth)
+    if not math.isfinite(tflops):
+        raise click.BadParameter("a finite number is needed", param_hint="--tflops")
     plan = make_plan(load_recipe(recipe, [*overrides, *flags]), Machines(gpus, gpu_memory, links, tflops, device))
     suggestions = suggest(plan)
     if as_json:

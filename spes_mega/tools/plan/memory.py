@@ -137,7 +137,8 @@ class _States:
 
     @property
     def offloads(self) -> bool:
-        return self.zero.get("offload_optimizer", {}).get("device", "none") != "none"
+        offload = self.zero.get("offload_optimizer") or {}
+        return isinstance(offload, dict) and offload.get("device", "none") != "none"
 
     @property
     def sums_in_fp32(self) -> bool:
@@ -203,7 +204,8 @@ class _States:
     def buckets(self) -> int:
         if self.bf16_optimizer or (self.ranks == 1 and self.stage < 3 and not self.offloads):
             return 0
-        return self.size * int(self.zero.get("reduce_bucket_size", PIECE))
+        asked = self.zero.get("reduce_bucket_size", PIECE)
+        return self.size * int(asked if isinstance(asked, int | float) else PIECE)
 
     @property
     def host(self) -> int:
