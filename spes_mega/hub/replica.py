@@ -88,8 +88,9 @@ class Replica:
 
         `alone` are names that this node alone trains; where the hub takes them as they are, it goes on from its values.
         """
+        self.settle()
         if self.round is None:
-            raise ValueError("before it pushes, a node pulls and closes what it pulled: changes are against that")
+            raise ValueError("a node pulls before it pushes: changes are against what is published")
         private = set(alone) if self._terms.averages_experts else set()
         writer = PayloadWriter(file, forms_of(shapes, self._terms.up), metadata)
         for name, tensor in in_turn(shapes, tensors):
@@ -130,6 +131,8 @@ class Replica:
 
     def settle(self) -> None:
         """Apply what has not been read; the payload is not needed any more."""
+        if self._arrived is None:
+            return
         for name in list(self._to_apply):
             for _ in self._apply(name):
                 pass
