@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from contextlib import closing as closed_at_the_end
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,9 +68,9 @@ class Run:
     def _open(self, init: Path | None) -> None:
         round_ = self._at_start(lambda: self._initial_round(init))
         self._load(round_)
-        if (closing := self._store.closing(round_)) is not None:  # nodes may hold the next state already
-            self._check_pushes(round_, closing)
-            self._close(round_, closing, goes_on=False)
+        if (decided := self._store.closing(round_)) is not None:  # nodes may hold the next state already
+            self._check_pushes(round_, decided)
+            self._close(round_, decided, goes_on=False)
             self._load(round_ + 1)
 
     def _load(self, round_: int) -> None:
@@ -124,8 +123,8 @@ class Run:
             self.ledger.pushed(node, round_)
         return set(sizes)
 
-    def _check_pushes(self, round_: int, closing: Closing) -> None:
-        if missing := [node for node in closing.nodes if not self.rounds.has_pushed(node, round_)]:
+    def _check_pushes(self, round_: int, decided: Closing) -> None:
+        if missing := [node for node in decided.nodes if not self.rounds.has_pushed(node, round_)]:
             raise StoreError(
                 f"{self._store.pushes_dir(round_)}: the push of node {missing[0]} is missing or damaged, and round "
                 f"{round_} was closed with it. Restore the state directory from a copy, or remove that directory and "
@@ -192,7 +191,7 @@ class Run:
         limit = self.recipe.spes.max_update_norm
         if limit is None:
             return
-        with closed_at_the_end(self._store.open_state(round_)) as base:
+        with closing(self._store.open_state(round_)) as base:
             norm = update_norm(update_rows(payload, base.weights))
         self.ledger.measured(node, norm)
         if not norm <= limit:
@@ -266,7 +265,7 @@ class Run:
         self.rounds.settle()
         record = self.newest
         parts, full = self._parts(node, have_round, record)
-        with closed_at_the_end(self._store.open_state(record.round)) as state:
+        with closing(self._store.open_state(record.round)) as state:
             outgoing = Outgoing(state, parts, self._terms)
             total, payload = outgoing.total_bytes, f"{record.round}-{xxhash.xxh3_64_hexdigest(outgoing.header)}"
             begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
@@ -318,14 +317,14 @@ class Run:
             Stopped: the hub was asked to stop; nothing is left of the new state.
         """
         round_, nodes = self._needed(self.rounds.await_close)
-        closing = Closing(nodes, self._next_absent(round_, nodes))
-        self._needed(lambda: self._store.note_closing(round_, closing))
-        self._close(round_, closing)
+        decided = Closing(nodes, self._next_absent(round_, nodes))
+        self._needed(lambda: self._store.note_closing(round_, decided))
+        self._close(round_, decided)
 
-    def _close(self, round_: int, closing: Closing, goes_on: bool = True) -> None:
+    def _close(self, round_: int, decided: Closing, goes_on: bool = True) -> None:
         began, before, staged = time.monotonic(), self.newest, self.staging
         staged.close()
-        similarity = self._needed(lambda: self._commit(round_, closing, began))
+        similarity = self._needed(lambda: self._commit(round_, decided, began))
         if goes_on and not self.finished:
             self._needed(lambda: self.staging.take_over(staged))
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, self._aggregation_s)
@@ -335,23 +334,21 @@ class Run:
         self._needed(lambda: self._metrics.append(self.newest, similarity))
         self._needed(self._snapshot)
 
-    def _commit(self, round_: int, closing: Closing, began: float) -> dict[int, Similarity]:
+    def _commit(self, round_: int, decided: Closing, began: float) -> dict[int, Similarity]:
         closed, similarity = self.ledger.copy(), dict[int, Similarity]()
         try:
             with ExitStack() as stack:
-                previous = stack.enter_context(closed_at_the_end(self._store.open_state(round_)))
-                pushes = {
-                    node: stack.enter_context(closed_at_the_end(self.staging.open(node))) for node in closing.nodes
-                }
+                previous = stack.enter_context(closing(self._store.open_state(round_)))
+                pushes = {node: stack.enter_context(closing(self.staging.open(node))) for node in decided.nodes}
                 tokens = {node: tokens_of(push) for node, push in pushes.items()}
                 weights = tokens if self.recipe.spes.weight_by_tokens else None
                 mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
                 self._store.commit(
                     round_ + 1,
-                    lambda writer: self._fill(writer, closed, mixture, round_, tokens, closing.absent, similarity),
+                    lambda writer: self._fill(writer, closed, mixture, round_, tokens, decided.absent, similarity),
                     base_config=previous.weights.config,
                     copy_from=self._store.round_dir(round_),
-                    beside=bytes_beside(self.shapes, self._terms, self._changed(round_, closing.nodes)),
+                    beside=bytes_beside(self.shapes, self._terms, self._changed(round_, decided.nodes)),
                     publish=lambda: self._publish(closed, began),
                 )
         except StoreFullError as e:

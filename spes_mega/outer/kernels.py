@@ -128,13 +128,19 @@ def bf16_encode(bits, wire):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _bf16_widen(wire, bits):  # type: ignore[no-untyped-def]
+    """Bits of fp32 values, uint32 [C], of which `wire` uint16 [C] is the upper half."""
+    for column in range(wire.size):
+        bits[column] = np.uint32(wire[column]) << np.uint32(16)
+
+
+@_compiled
 def bf16_add(onto, wire, sign):  # type: ignore[no-untyped-def]
-    """onto + sign * decoded, in place; `wire` uint16 is the upper half of each fp32 value."""
+    """onto + sign * decoded, in place; `wire` is uint16."""
     bits = np.empty(onto.shape[1], np.uint32)
     decoded = bits.view(np.float32)
     for row in range(onto.shape[0]):
-        for column in range(onto.shape[1]):
-            bits[column] = np.uint32(wire[row, column]) << np.uint32(16)
+        _bf16_widen(wire[row], bits)
         for column in range(onto.shape[1]):
             onto[row, column] += decoded[column] * sign
 
@@ -145,8 +151,7 @@ def bf16_move(before, change, wire):  # type: ignore[no-untyped-def]
     bits = np.empty(before.shape[1], np.uint32)
     decoded = bits.view(np.float32)
     for row in range(before.shape[0]):
-        for column in range(before.shape[1]):
-            bits[column] = np.uint32(wire[row, column]) << np.uint32(16)
+        _bf16_widen(wire[row], bits)
         for column in range(before.shape[1]):
             after = before[row, column] + decoded[column]
             change[row, column] += before[row, column] - after
