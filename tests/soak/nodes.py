@@ -12,6 +12,8 @@ from spes_mega.hub.access import Access
 from spes_mega.hub.client import HubClient, StaleRoundError
 
 NODES = 8
+TRAINING_S = 1.0
+"""At most, for a round: without it the rounds would be over before much had failed."""
 
 
 class Node(threading.Thread):
@@ -70,6 +72,7 @@ class Node(threading.Thread):
             client.wait_round(joined.round + 1)
         round_, state = pull(client)
         while round_ < self.recipe.num_rounds:
+            time.sleep(self._random.uniform(0, TRAINING_S))
             mine = {name: state[name] + 0.1 * step for name, step in fabricate(self.recipe, self.node, round_).items()}
             try:
                 push(client, self.recipe, round_, mine)
