@@ -4,21 +4,21 @@ import pytest
 from spes_mega.tools.plan.units import BitsPerSecond, Bytes, duration
 
 
-@pytest.mark.parametrize(("text", "expected"), [("48GiB", 48 << 30), ("80GB", 80 * 10**9), ("1.5k", 1500), ("7", 7)])
+@pytest.mark.parametrize(("text", "expected"), [("48GiB", 48 << 30), ("80GB", 80 * 10**9), ("1.5k", 1500), ("7 B", 7)])
 def test_sizes(text, expected):
     assert Bytes().convert(text, None, None) == expected
 
 
-@pytest.mark.parametrize(("text", "expected"), [("1Gbps", 1e9), ("100Mbit/s", 1e8), ("9600", 9600)])
+@pytest.mark.parametrize(("text", "expected"), [("1Gbps", 1e9), ("100Mbit/s", 1e8), ("9600bps", 9600), ("2g", 2e9)])
 def test_rates(text, expected):
     assert BitsPerSecond().convert(text, None, None) == expected
 
 
-@pytest.mark.parametrize("text", ["much", "-1GB", "0GB", "1.2.3GB", "48GiB/s"])
+@pytest.mark.parametrize("text", ["much", "-1GB", "0GB", "1.2.3GB", "48GiB/s", "48", "1.5", "0"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(click.BadParameter, match="expected a size"):
+    with pytest.raises(click.BadParameter, match="expected a size with its unit, such as 48GiB"):
         Bytes().convert(text, None, None)
-    with pytest.raises(click.BadParameter, match="expected bits a second"):
+    with pytest.raises(click.BadParameter, match="expected bits a second with their unit, such as 1Gbps"):
         BitsPerSecond().convert(text, None, None)
 
 

@@ -9,28 +9,28 @@ _BITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class Bytes(click.ParamType[int]):
-    """48GiB, 80GB, or a plain number of bytes."""
+    """48GiB, 80GB, 512B: never without a unit, since 48 would be 48 bytes."""
 
     name = "size"
 
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes; a usage error for anything else."""
-        match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?|)B?", str(value).strip().upper())
+        match = re.fullmatch(r"([\d.]+)\s*(?=[A-Z])([KMGT]I?|)B?", value.strip().upper())
         if not match or match[2] not in _BYTES or not _is_positive(match[1]):
-            self.fail(f"{value!r}: expected a size such as 48GiB or 80GB", param, ctx)
+            self.fail(f"{value!r}: expected a size with its unit, such as 48GiB or 80GB", param, ctx)
         return round(float(match[1]) * _BYTES[match[2]])
 
 
 class BitsPerSecond(click.ParamType[float]):
-    """1Gbps, 100Mbit/s, or a plain number of bits a second."""
+    """1Gbps, 100Mbit/s, 9600bps: never without a unit, since 1 would be one bit a second."""
 
     name = "rate"
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Bits a second; a usage error for anything else."""
-        match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(BPS|BIT/S|)", str(value).strip().upper())
+        match = re.fullmatch(r"([\d.]+)\s*(?=[A-Z])([KMGT]?)(BPS|BIT/S|)", value.strip().upper())
         if not match or not _is_positive(match[1]):
-            self.fail(f"{value!r}: expected bits a second such as 1Gbps or 100Mbps", param, ctx)
+            self.fail(f"{value!r}: expected bits a second with their unit, such as 1Gbps or 100Mbps", param, ctx)
         return float(match[1]) * _BITS[match[2]]
 
 
