@@ -29,6 +29,7 @@ class NodeRun:
     report: ConsoleReport | None
     metrics: MetricsFile | None
     saver: Saver | None = None
+    node: int = 0
     _at: Position = field(init=False)
     _saved: Position = field(init=False)
 
@@ -102,9 +103,16 @@ class NodeRun:
             self.report.step(metrics)
 
     def _check(self, metrics: StepMetrics) -> None:
+        """Before what the step has made of the weights is pushed or saved. Raises SpesError: they are of no use."""
+        norm = metrics.grad_norm
         if not math.isfinite(metrics.lm_loss):
-            raise SpesError(
-                f"step {metrics.step}: the loss is {metrics.lm_loss}; training has diverged: lower train.lr, "
-                "lengthen train.warmup_steps, or look at the data. The newest checkpoint may have diverged already: "
-                "--resume takes an older one, or never"
-            )
+            fault = f"the loss is {metrics.lm_loss}"
+        elif not math.isfinite(norm) or norm < 0:  # DeepSpeed's functions say -1 for both
+            fault = f"the gradient's norm is {'NaN or infinite' if norm < 0 else norm}"
+        else:
+            return
+        raise SpesError(
+            f"node {self.node}, step {metrics.step}: {fault}; training has diverged: lower train.lr, lengthen "
+            "train.warmup_steps, or look at the data. The newest checkpoint may have diverged already: --resume takes "
+            "an older one, or never"
+        )

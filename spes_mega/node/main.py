@@ -140,7 +140,7 @@ class _Node:
 
         self.ranks.first(open_metrics)
         with self.report or nullcontext(), metrics or nullcontext(), resume.saver(model, begin, source) as saver:
-            NodeRun(self.recipe, trainer, model, source, self.report, metrics, saver).run(begin)
+            NodeRun(self.recipe, trainer, model, source, self.report, metrics, saver, self.options.node).run(begin)
             self.say("finished; " + source.result)
 
 

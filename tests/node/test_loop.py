@@ -23,8 +23,8 @@ class Notes:
 
     tokens_per_step = 10
 
-    def __init__(self, next_rounds=None, loss=1.0, stop_at=None):
-        self.stop_at = stop_at
+    def __init__(self, next_rounds=None, loss=1.0, stop_at=None, grad_norm=1.0):
+        self.stop_at, self.grad_norm = stop_at, grad_norm
         self.events, self.next_rounds, self.loss = [], next_rounds or {}, loss
         self.traffic = Traffic()
 
@@ -33,8 +33,8 @@ class Notes:
             raise Stopped(15)
         self.events.append(f"step {step} of round {round_}")
         return StepMetrics(
-            step=step, round=round_, lm_loss=self.loss, aux_loss=0.0, z_loss=0.0, logit_z_loss=0.0, grad_norm=1.0,
-            lr=0.1, tokens_per_s=1.0,
+            step=step, round=round_, lm_loss=self.loss, aux_loss=0.0, z_loss=0.0, logit_z_loss=0.0,
+            grad_norm=self.grad_norm, lr=0.1, tokens_per_s=1.0,
         )  # fmt: skip
 
     def exchange(self, weights, round_, tokens):
@@ -61,7 +61,7 @@ def run(tmp_path, notes, round_=0, begin=None, every=100):
     recipe = Recipe.model_validate(raw)
     begin = begin or Position(round_, recipe.step_at(round_))
     with MetricsFile(tmp_path / "metrics.jsonl", 0) as metrics:
-        NodeRun(recipe, notes, None, notes, None, metrics, notes).run(begin)
+        NodeRun(recipe, notes, None, notes, None, metrics, notes, node=3).run(begin)
 
 
 def written(tmp_path):
@@ -99,11 +99,21 @@ def test_a_failed_exchange_still_leaves_the_line_of_its_step(tmp_path):
     assert notes.events[-1] == "save 1 4 20"  # so that the round can be pushed when the hub is back
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_sent(tmp_path):
-    notes = Notes(loss=math.nan)
-    with pytest.raises(SpesError, match="step 1: the loss is nan"):
-        run(tmp_path, notes)
-    assert notes.events == ["step 1 of round 0"]  # and no checkpoint is written
+@pytest.mark.parametrize(
+    ("figures", "fault"),
+    [
+        ({"loss": math.nan}, "the loss is nan"),
+        ({"grad_norm": math.nan}, "the gradient's norm is nan"),
+        ({"grad_norm": math.inf}, "the gradient's norm is inf"),
+        ({"grad_norm": -1.0}, "the gradient's norm is NaN or infinite"),
+    ],
+)
+@pytest.mark.parametrize("begin", [Position(0, 0), Position(0, 1)])  # the second is a round's last step
+def test_figures_that_are_not_finite_end_the_run_before_anything_is_sent_or_saved(tmp_path, figures, fault, begin):
+    notes = Notes(**figures)
+    with pytest.raises(SpesError, match=f"^node 3, step {begin.step + 1}: {fault}; training has diverged"):
+        run(tmp_path, notes, begin=begin, every=1)
+    assert notes.events == [f"step {begin.step + 1} of round 0"]
 
 
 def saves(notes):
