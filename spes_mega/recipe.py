@@ -436,12 +436,17 @@ class Recipe(Section):
         """Optimizer steps done when `round_` rounds are closed."""
         return min(round_ * self.spes.sync_every, self.train.steps)
 
-    def digest(self) -> str:
-        """Hex SHA-256 of everything that hub and nodes must agree on (all fields but the local ones)."""
+    def agreed(self) -> dict[str, Any]:
+        """Everything that hub and nodes must agree on (all fields but the local ones), as JSON has it."""
         agreed = _agreed(self)
         agreed.pop("name")
         agreed.pop("upcycle")
-        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+        as_json: dict[str, Any] = json.loads(json.dumps(agreed))
+        return as_json
+
+    def digest(self) -> str:
+        """Hex SHA-256 of what is agreed."""
+        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
 
 
 def _agreed(section: BaseModel) -> dict[str, Any]:

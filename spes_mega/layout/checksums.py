@@ -59,13 +59,17 @@ def checksum_of(path: Path) -> str:
         os.close(fd)
 
 
-def check_files(directory: Path) -> None:
-    """Raises CheckpointError naming the first file of a directory that is missing or not what its checksum says."""
+def check_files(directory: Path) -> frozenset[str]:
+    """Names of the files of a directory that are what their checksums say.
+
+    Raises CheckpointError naming the first one that is missing or is not.
+    """
     path = directory / CHECKSUMS
     try:
         expected = json.loads(path.read_text(encoding="utf-8")).items()
     except (OSError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{path}: missing or damaged: {e}") from e
+    checked = set()
     for file, checksum in expected:
         try:
             found = checksum_of(directory / Path(file).name)
@@ -73,6 +77,8 @@ def check_files(directory: Path) -> None:
             raise CheckpointError(f"{directory / file}: missing or damaged: {e}") from e
         if found != checksum:
             raise CheckpointError(f"{directory / file}: damaged: its checksum is {found}, and was {checksum}")
+        checked.add(file)
+    return frozenset(checked)
 
 
 def _of_safetensors(fd: int, source: str, known: Callable[[str, TensorSpec], bytes | None]) -> str:

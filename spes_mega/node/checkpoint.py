@@ -3,17 +3,18 @@
 The directory's files are described in `checkpoint_files`.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
-from spes_mega.node.checkpoint_files import Shelf, read_state
+from spes_mega.node.checkpoint_files import Shelf, read_state, require
 from spes_mega.node.data import DataIdentity, NodeData
 from spes_mega.node.moments import KEYS, Moments
 from spes_mega.node.weight_source import Position
@@ -34,10 +35,14 @@ class Identity(_Frozen):
     """Its digest."""
     seed: int
     data: DataIdentity
+    agreed: dict[str, Any] | None = None
+    """What the digest is of; None in checkpoints of earlier versions."""
 
     @classmethod
     def of(cls, recipe: Recipe, node: int, data: NodeData) -> "Identity":
-        return cls(node=node, recipe=recipe.digest(), seed=recipe.train.seed, data=data.identity())
+        return cls(
+            node=node, recipe=recipe.digest(), seed=recipe.train.seed, data=data.identity(), agreed=recipe.agreed()
+        )
 
 
 class CheckpointState(_Frozen):
@@ -108,12 +113,14 @@ class Checkpoint:
         self._stack.close()
 
     def check(self, mine: Identity) -> None:
-        """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which."""
+        """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which, and what in a recipe."""
         its = self.state.identity
+        fields = "; ".join(_differences(its.agreed, mine.agreed)) if its.agreed and mine.agreed else ""
+        set_back = f"set back what differs ({fields})" if fields else "set the fields that are not local back"
         for what, theirs, own, cure in (
             ("of node {}", its.node, mine.node, "each node needs an --out of its own"),
             ("with train.seed {}", its.seed, mine.seed, "set it back"),
-            ("of a recipe with digest {}", its.recipe[:12], mine.recipe[:12], "set the fields that are not local back"),
+            ("of a recipe with digest {}", its.recipe[:12], mine.recipe[:12], set_back),
             ("with {}", its.data.text, mine.data.text, "give the dataset of before"),
         ):
             if theirs != own:
@@ -123,15 +130,30 @@ class Checkpoint:
                 )
 
 
+def _differences(theirs: dict[str, Any], mine: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Fields of two recipes that differ, with both values."""
+    for key in theirs | mine:
+        its, own = theirs.get(key, ...), mine.get(key, ...)
+        if isinstance(its, dict) and isinstance(own, dict):
+            yield from _differences(its, own, f"{path}{key}.")
+        elif _text(its) != _text(own):
+            yield f"{path}{key}: {_text(its)} in the checkpoint, {_text(own)} in the recipe"
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is ... else json.dumps(value)
+
+
 def open_checkpoint_directory(path: Path) -> Checkpoint:
     """Raises CheckpointError: `path` is not a checkpoint of a node, or its files are not what was written."""
-    raw = read_state(path)
+    raw, checked = read_state(path)
     try:
         state = CheckpointState.model_validate(raw)
     except ValidationError as e:
         fault = e.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
         raise CheckpointError(f"{path}: of another version of spes-mega? {where}: {fault['msg']}") from e
+    require((WEIGHTS, MOMENTS, RNG, *((RESIDUAL,) if state.residual_round is not None else ())), checked, path)
     return Checkpoint(path, state)
 
 
@@ -144,7 +166,12 @@ def find_checkpoint(resume: str, folder: Path, say: Callable[[str], None]) -> Ch
     if resume == "never":
         return None
     if resume != "auto":
+        _refuse_shelf(Path(resume), say)
         return open_checkpoint_directory(Path(resume))
+    return _newest_whole(folder, say)
+
+
+def _newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     paths = Shelf(folder).newest_first()
     for path in paths:
         try:
@@ -154,6 +181,13 @@ def find_checkpoint(resume: str, folder: Path, say: Callable[[str], None]) -> Ch
     if paths:
         raise CheckpointError(f"{folder}: no checkpoint is whole; begin anew with --resume never")
     return None
+
+
+def _refuse_shelf(path: Path, say: Callable[[str], None]) -> None:
+    """Raises CheckpointError: `path` is a folder with checkpoints, not one of them; says which one it may be."""
+    if (newest := _newest_whole(path, say)) is not None:
+        newest.close()
+        raise CheckpointError(f"{path}: a folder with checkpoints, the newest whole one is {newest.path}: pass that")
 
 
 def random_state() -> torch.Tensor:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,13 +84,22 @@ def finish(directory: Path, state: dict[str, Any], checksums: dict[str, str]) ->
     write_json(directory / CHECKSUMS, {**checksums, STATE: checksum_of(directory / STATE)})
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """Raises CheckpointError: this is no checkpoint, or one of its files is not what was written."""
+def read_state(directory: Path) -> tuple[dict[str, Any], frozenset[str]]:
+    """The state of a checkpoint, and which of its files are what was written.
+
+    Raises CheckpointError: this is no checkpoint, or one of its files is not what was written.
+    """
     if not (directory / STATE).is_file():
         raise CheckpointError(f"{directory / STATE}: missing or damaged: not a checkpoint of a node?")
-    check_files(directory)
-    state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-    return state
+    require((STATE,), checked := check_files(directory), directory)
+    return json.loads((directory / STATE).read_text(encoding="utf-8")), checked
+
+
+def require(files: Iterable[str], checked: Collection[str], directory: Path) -> None:
+    """Raises CheckpointError: one of `files` has no checksum, so that nobody knows whether it is whole."""
+    for file in files:
+        if file not in checked:
+            raise CheckpointError(f"{directory / CHECKSUMS}: damaged: it has no checksum of {file}")
 
 
 class Shelf:

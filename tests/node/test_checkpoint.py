@@ -119,6 +119,43 @@ def test_damage_is_seen_and_the_one_before_is_taken(tmp_path, file, damage):
         find_checkpoint(str(path.parent), tmp_path, print)
 
 
+@pytest.mark.parametrize("file", [WEIGHTS, MOMENTS, RNG, "state.json"])
+def test_a_file_without_a_checksum_is_damage(tmp_path, file):
+    write(tmp_path, 2)
+    path = write(tmp_path, 4)
+    checksums = json.loads((path / "checksums.json").read_text())
+    (path / "checksums.json").write_text(json.dumps({name: c for name, c in checksums.items() if name != file}))
+    said = []
+    assert find_checkpoint("auto", tmp_path, said.append).position.step == 2
+    assert said == [f"cannot go on from a checkpoint: {path / 'checksums.json'}: damaged: it has no checksum of {file}"]
+    (path / "checksums.json").write_text("{}")
+    (path / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"checksums\.json: damaged: it has no checksum of state\.json"):
+        open_checkpoint_directory(path)
+
+
+def test_a_residual_without_a_checksum_is_damage(tmp_path):
+    path = write(tmp_path, 2)
+    checksums = json.loads((path / "checksums.json").read_text())
+    state = json.loads((path / "state.json").read_text())
+    finish(path, state | {"residual_round": 1}, checksums)
+    with pytest.raises(CheckpointError, match=r"it has no checksum of residual\.safetensors"):
+        open_checkpoint_directory(path)
+
+
+def test_the_folder_of_checkpoints_is_none_but_the_newest_whole_one_is_named(tmp_path):
+    whole, damaged = write(tmp_path, 2), write(tmp_path, 4)
+    (damaged / RNG).unlink()
+    with pytest.raises(CheckpointError) as refused:
+        find_checkpoint(str(tmp_path), tmp_path / "other", print)
+    assert str(refused.value) == f"{tmp_path}: a folder with checkpoints, the newest whole one is {whole}: pass that"
+    (whole / RNG).unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        find_checkpoint(str(tmp_path), tmp_path / "other", print)
+    with pytest.raises(CheckpointError, match=r"state\.json: missing or damaged: not a checkpoint of a node\?"):
+        find_checkpoint(str(whole.parent / "none"), tmp_path, print)
+
+
 def test_without_a_whole_one_nobody_begins_anew_unasked(tmp_path):
     (write(tmp_path, 2) / RNG).unlink()
     with pytest.raises(CheckpointError, match="no checkpoint is whole; begin anew with --resume never"):
@@ -139,6 +176,38 @@ def test_those_of_others_are_refused_by_name(tmp_path, other, message):
     checkpoint = open_checkpoint_directory(write(tmp_path, 2, MINE.model_copy(update=other)))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.check(MINE)
+
+
+def identity(agreed, recipe="34" * 32):
+    return MINE.model_copy(update={"recipe": recipe, "agreed": agreed})
+
+
+def test_what_differs_between_the_recipes_is_named(tmp_path):
+    before = {"train": {"lr": 0.001, "steps": 5}, "model": {"rope_scaling": None}, "spes": {"ownership": [[0], [1]]}}
+    now = {"train": {"lr": 0.002, "steps": 5}, "model": {"rope_scaling": {"factor": 2}}, "spes": {"ownership": "all"}}
+    now["spes"]["overlap"] = False
+    checkpoint = open_checkpoint_directory(write(tmp_path, 2, identity(before)))
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.check(identity(now, "56" * 32))
+    assert (
+        "digest 343434343434, but this is one of a recipe with digest 565656565656: set back what differs "
+        "(train.lr: 0.001 in the checkpoint, 0.002 in the recipe; "
+        'model.rope_scaling: null in the checkpoint, {"factor": 2} in the recipe; '
+        'spes.ownership: [[0], [1]] in the checkpoint, "all" in the recipe; '
+        "spes.overlap: nothing in the checkpoint, false in the recipe), or begin anew"
+    ) in str(refused.value)
+    checkpoint.check(identity(before))
+
+
+def test_a_checkpoint_of_before_recipes_were_kept_is_read_and_refused_by_digest(tmp_path):
+    path = write(tmp_path, 2, identity(None))
+    state, sums = (json.loads((path / name).read_text()) for name in ("state.json", "checksums.json"))
+    del state["identity"]["agreed"]
+    finish(path, state, sums)
+    checkpoint = open_checkpoint_directory(path)
+    checkpoint.check(identity({"train": {"lr": 0.1}}))
+    with pytest.raises(CheckpointError, match="digest 565656565656: set the fields that are not local back, or begin"):
+        checkpoint.check(identity({"train": {"lr": 0.1}}, "56" * 32))
 
 
 def test_another_format_is_refused(tmp_path):
