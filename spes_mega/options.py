@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from spes_mega.errors import RecipeError
-from spes_mega.recipe import Section, explain
+from spes_mega.recipe import Section
+from spes_mega.validation import explain
 
 S = TypeVar("S", bound=Section)
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -6,11 +6,10 @@ Fields marked *local* may differ from node to node; all others are part of `Reci
 hub and nodes must agree.
 """
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -19,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from spes_mega.errors import RecipeError
+from spes_mega.validation import Key, Source, explain
 
 LOCAL: dict[str, Any] = {"local": True}
 DenseFamily = Literal["qwen3", "qwen2", "llama", "mistral", "olmo2"]
@@ -97,28 +97,32 @@ class ModelSection(Section):
         if self.is_moe:
             self._check_experts()
         elif self.ffn_hidden_size is None or self.top_k or self.dense_layers:
-            raise ValueError("a dense model needs ffn_hidden_size, and has neither top_k nor dense_layers")
+            raise ValueError(
+                "a dense model (num_experts 0) needs ffn_hidden_size, and has neither top_k nor dense_layers"
+            )
         if (self.shared_expert_hidden_size is not None) != (self.family == "qwen2_moe"):
-            raise ValueError("shared_expert_hidden_size: qwen2_moe needs it, and no other family has it")
+            raise ValueError("shared_expert_hidden_size: family qwen2_moe needs it, and no other has it")
         if self.sliding_window is not None and self.family not in ("mistral", "mixtral"):
-            raise ValueError(f"sliding_window: {self.family} has none (mistral and mixtral have)")
+            raise ValueError(f"sliding_window: family {self.family} has none (mistral and mixtral have)")
         if self.family == "olmoe" and self.num_heads * self.head_dim != self.hidden_size:
-            raise ValueError(f"olmoe needs num_heads * head_dim to be hidden_size {self.hidden_size}")
+            raise ValueError(f"family olmoe needs num_heads * head_dim to be hidden_size {self.hidden_size}")
         return self
 
     def _check_experts(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k {self.top_k} must be between 1 and num_experts {self.num_experts}")
         if self.expert_hidden_size is None:
-            raise ValueError("an MoE model needs expert_hidden_size")
+            raise ValueError(f"an MoE model (num_experts {self.num_experts}) needs expert_hidden_size")
         if self.dense_layers and self.ffn_hidden_size is None:
             raise ValueError("dense_layers need ffn_hidden_size")
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
-            raise ValueError(f"dense_layers {self.dense_layers} must lie in 0..{self.num_layers - 1}")
+            raise ValueError(
+                f"dense_layers {self.dense_layers} must lie in 0..{self.num_layers - 1} (num_layers {self.num_layers})"
+            )
         if self.dense_layers and self.family not in MIXED_FAMILIES:
-            raise ValueError(f"dense_layers: {self.family} has experts in every layer")
+            raise ValueError(f"dense_layers: family {self.family} has experts in every layer")
         if self.family == "mixtral" and not self.norm_topk_prob:
-            raise ValueError("mixtral always renormalizes (norm_topk_prob: true)")
+            raise ValueError("family mixtral always renormalizes (norm_topk_prob: true)")
 
 
 class CodecPair(Section):
@@ -165,7 +169,7 @@ class OuterOptimizer(Section):
         if self.optimizer == "sgd" and self.momentum:
             raise ValueError(f"momentum {self.momentum:g} needs optimizer: nesterov (sgd has none)")
         if self.optimizer == "nesterov" and not self.momentum:
-            raise ValueError("nesterov needs a momentum over 0 (DiLoCo: lr 0.7, momentum 0.9)")
+            raise ValueError("optimizer nesterov needs a momentum over 0 (DiLoCo: 0.9)")
         return self
 
     @property
@@ -370,17 +374,21 @@ class UpcycleSection(Section):
     def _consistent(self) -> Self:
         split = self.method == "split"
         if split and self.granularity < 2:
-            raise ValueError("granularity must be at least 2: with 1, split is copy")
+            raise ValueError("granularity must be at least 2 with method split: with 1, split is copy")
         if self.num_experts < 2 and not split:
-            raise ValueError("num_experts must be at least 2")
+            raise ValueError(f"num_experts must be at least 2 with method {self.method}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
         if self.top_k == 1 and not split:
-            raise ValueError("top_k 1 renormalized is always 1, so the router would get no gradient: use at least 2")
+            raise ValueError(
+                f"top_k 1 renormalized is always 1, so the router would get no gradient (method {self.method}): use at "
+                "least 2"
+            )
         if split and self.router_init == "zeros" and self.top_k < self.num_experts:
             raise ValueError(
-                "router_init zeros does not go with split: all experts would tie, and a token would get parts of "
-                "different copies instead of whole ones; use router_init normal, mlp_std or kmeans"
+                "router_init zeros does not go with method split and a top_k below num_experts: all experts would tie, "
+                "and a token would get parts of different copies instead of whole ones; use router_init normal, "
+                "mlp_std or kmeans"
             )
         return self
 
@@ -405,7 +413,7 @@ class Recipe(Section):
             raise ValueError(f"train.seq_len {self.train.seq_len} is over model.max_seq_len {self.model.max_seq_len}")
         if self.model.is_moe and self.model.top_k == 1 and self.model.norm_topk_prob:
             raise ValueError(
-                "model.top_k 1 with norm_topk_prob: true makes every router weight 1, so the router gets no "
+                "model.top_k 1 with model.norm_topk_prob: true makes every router weight 1, so the router gets no "
                 "gradient: set model.norm_topk_prob: false, or top_k to at least 2"
             )
         if self.model.frozen_dtype == "fp32" and self.train.dtype == "bf16":
@@ -423,9 +431,9 @@ class Recipe(Section):
         owned = {expert for experts in lists for expert in experts}
         experts = set(range(self.model.num_experts))
         if missing := sorted(experts - owned):
-            raise ValueError(f"spes.ownership: nobody owns expert {missing[0]}")
+            raise ValueError(f"spes.ownership: nobody owns expert {missing[0]} (model.num_experts {len(experts)})")
         if unknown := sorted(owned - experts):
-            raise ValueError(f"spes.ownership: there is no expert {unknown[0]} (num_experts {len(experts)})")
+            raise ValueError(f"spes.ownership: there is no expert {unknown[0]} (model.num_experts {len(experts)})")
 
     @property
     def num_rounds(self) -> int:
@@ -463,11 +471,6 @@ def is_local(field: FieldInfo) -> bool:
     """Whether a field may differ from node to node."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("local"))
-
-
-Key = tuple[int | str, ...]
-Source = str | Callable[[Key], str]
-"""Where a recipe comes from, or where the value of a key does."""
 
 
 def load_recipe(path: Path | str, overrides: Iterable[str | Path] = ()) -> Recipe:
@@ -570,41 +573,19 @@ class _Inner(dict[str, Any]):
 
 
 def _origin(layers: list[tuple[str, dict[str, Any]]], key: Key) -> str:
-    """The last layer that says something of `key`, or of most of it; the recipe for what nobody says."""
-    for length in range(len(key), 0, -1):
-        for source, layer in reversed(layers):
-            if _has(layer, key[:length]):
-                return source
-    return layers[0][0]
+    """The last layer that says what `key` is; the recipe for what nobody says."""
+    return next((source for source, layer in reversed(layers) if _says(layer, key)), layers[0][0])
 
 
-def _has(layer: Any, key: Key) -> bool:
+def _says(layer: Any, key: Key) -> bool:
+    """Whether `key` or what it is in has its value from this layer, as opposed to some of its neighbours."""
+    whole = False
     for part in key:
-        if not isinstance(layer, dict) or part not in layer:
-            return False
-        layer = layer[part]
+        if not isinstance(layer, dict):
+            return True
+        if part not in layer:
+            return whole
+        inner = layer[part]
+        whole = whole or (isinstance(layer, _Inner) and not isinstance(inner, _Inner))
+        layer = inner
     return True
-
-
-def explain(source: Source, error: ValidationError, top: type[BaseModel]) -> list[str]:
-    """One line for each fault: file, key, what was wrong, and for an unknown key the nearest known one."""
-    lines = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(top, fault["loc"][:-1]), n=1)
-            message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
-        else:
-            message = fault["msg"].removeprefix("Value error, ")
-            if fault["type"] not in ("value_error", "missing"):
-                message += f" (got {fault['input']!r})"
-        origin = source if isinstance(source, str) else source(fault["loc"])
-        lines.append(f"{origin}: {key + ': ' if key else ''}{message}")
-    return lines
-
-
-def _known_keys(top: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    section: Any = top
-    for part in loc:
-        section = section.model_fields[str(part)].annotation
-    return list(section.model_fields)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"recipe", "errors", ""}
+GROUND = {"recipe", "validation", "errors", ""}
 ALLOWED = {
     "layout": GROUND,
     "outer": set(),

@@ -66,7 +66,11 @@ def test_every_fault_is_listed_at_once():
             r"spes\.wire\.up\.expert: unknown key; did you mean exp",
         ),
         ({}, {"spes": {"outer": {"shared": {"momentum": 0.9}}}}, r"outer\.shared: momentum 0.9 needs optimizer: nest"),
-        ({}, {"spes": {"outer": {"experts": {"optimizer": "nesterov"}}}}, r"outer\.experts: nesterov needs a momentum"),
+        (
+            {},
+            {"spes": {"outer": {"experts": {"optimizer": "nesterov"}}}},
+            r"experts: optimizer nesterov needs a momentum",
+        ),
         ({}, {"train": {"steps": 5, "warmup_steps": 6}}, "warmup_steps 6 is more than steps 5"),
         ({}, {"train": {"seq_len": 8192}}, "over model.max_seq_len 4096"),
         ({}, {"train": {"zero_stage": 0}}, "train.zero_stage"),
@@ -255,10 +259,41 @@ def test_a_fault_names_the_file_or_setting_that_has_it(tmp_path):
         load_recipe(path, [over])
     with pytest.raises(RecipeError, match=r"^--set train\.steps=0: train\.steps: .*greater than 0"):
         load_recipe(path, [overlay(tmp_path, "train: {steps: 3}\n"), "train.steps=0"])
-    with pytest.raises(RecipeError, match=rf"^{over}: train: warmup_steps 9 is more than steps 7"):
-        load_recipe(path, [overlay(tmp_path, "train: {warmup_steps: 9}\n")])
     with pytest.raises(RecipeError, match=r"nowhere\.yaml: cannot read the overlay"):
         load_recipe(path, [tmp_path / "nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.warmup_steps=9", "train.lr=1"], "{0} and FILE: train: warmup_steps 9 is more than steps 7"),
+        (["train.warmup_steps=9", "train.steps=8"], "{0} and {1}: train: warmup_steps 9 is more than steps 8"),
+        (["spes.min_nodes=2"], "{0} and FILE: spes: min_nodes 2 is more than num_nodes 1"),
+        (["model.max_seq_len=9", "name=x"], "FILE and {0}: train.seq_len 2048 is over model.max_seq_len 9"),
+        (["model.num_experts=0"], "FILE and {0}: model: family qwen3_moe does not go with num_experts 0"),
+        (["spes.outer.shared={optimizer: nesterov}"], "{0}: spes.outer.shared: optimizer nesterov needs a momentum"),
+        (["spes.wire=fp8", "spes.num_nodes=2"], "{0}: spes.wire.up.shared: "),
+    ],
+)
+def test_a_contradiction_names_where_its_fields_come_from_and_nothing_else(tmp_path, settings, said):
+    path = moe_file(tmp_path)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(path, settings)
+    expected = said.replace("FILE", str(path))
+    for place, setting in enumerate(settings):
+        expected = expected.replace(f"{{{place}}}", f"--set {setting}")
+    assert str(refused.value).startswith(expected)
+
+
+def test_what_the_recipe_contradicts_by_itself_or_lacks_is_not_blamed_on_a_setting(tmp_path):
+    path = write(tmp_path, "model: {family: llama}\ntrain: {steps: 7, warmup_steps: 9}\n")
+    over = overlay(tmp_path, "model: {hidden_size: 8}\ntrain: {lr: 0.1}\n")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(path, [over, "train.lr=0.2", "model.num_layers=1"])
+    lines = str(refused.value).splitlines()
+    assert f"{path}: train: warmup_steps 9 is more than steps 7" in lines
+    assert f"{path}: model.vocab_size: Field required" in lines
+    assert all(line.startswith(f"{path}: ") for line in lines)
 
 
 def test_a_setting_takes_the_place_of_a_whole_mapping(tmp_path):

@@ -13,7 +13,8 @@ from spes_mega.errors import CheckpointError
 from spes_mega.layout.families import FAMILIES, REQUIRED, family_of
 from spes_mega.layout.family import Family
 from spes_mega.layout.rope import read_rope
-from spes_mega.recipe import MAX_LAYERS, ModelSection, explain, is_local
+from spes_mega.recipe import MAX_LAYERS, ModelSection, is_local
+from spes_mega.validation import explain
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PLAIN_KEYS = {

@@ -133,7 +133,7 @@ def test_settings_that_make_no_sense(make_dense, tmp_path):
         (["--top-k", 1], "top_k 1 renormalized is always 1, so the router would get no gradient"),
         (["--num-experts", 1], "num_experts must be at least 2"),
         (["--noise-fraction", 1.5], "noise_fraction"),
-        (["--method", "split"], "router_init zeros does not go with split: all experts would tie"),
+        (["--method", "split"], "router_init zeros does not go with method split .*: all experts would tie"),
         (["--method", "split", "--granularity", 1], "granularity must be at least 2"),
         (["--method", "split", "--granularity", 7, "--router-init", "normal"], "granularity 7: the FFN of width 48"),
         (["--method", "partition", "--num-experts", 5], "num_experts 5: the FFN of width 48"),
