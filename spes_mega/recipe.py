@@ -393,6 +393,13 @@ class UpcycleSection(Section):
         return self
 
 
+def _with_numbers(value: Any) -> Any:
+    """Texts like 5e8 become numbers: they are in JSON, which DeepSpeed's own examples use, but not in YAML."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(inner) for key, inner in value.items()}
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+
+
 class Recipe(Section):
     """A run: the model, the outer loop, local training, data, and how the model was upcycled."""
 
@@ -403,7 +410,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), json_schema_extra=LOCAL)
     upcycle: UpcycleSection = UpcycleSection()
-    deepspeed: dict[str, Any] = Field(
+    deepspeed: Annotated[dict[str, Any], BeforeValidator(_with_numbers)] = Field(
         default={}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config"
     )
 

@@ -12,9 +12,21 @@ ALLOWED = {
     "outer": set(),
     "model": GROUND | {"layout"},
     "hub": GROUND | {"layout", "outer", "options"},
-    "node": GROUND | {"layout", "outer", "model", "hub.client", "hub.access", "options", "overlays"},
+    "node": GROUND
+    | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays"},
     "tools": GROUND
-    | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status", "options", "progress"},
+    | {
+        "layout",
+        "outer",
+        "model",
+        "hub.access",
+        "hub.keys",
+        "hub.sizes",
+        "hub.status",
+        "deepspeed_config",
+        "options",
+        "progress",
+    },
     "upcycle": GROUND | {"layout", "options", "progress"},
 }
 

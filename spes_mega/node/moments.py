@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from spes_mega.deepspeed_config import OFFLOAD
 from spes_mega.errors import RecipeError
 from spes_mega.model.weight_map import Entry
-from spes_mega.node.engine import OFFLOAD
 from spes_mega.node.ranks import Ranks
 
 

@@ -9,11 +9,12 @@ import torch
 from click.testing import CliRunner
 
 from spes_mega.cli import group
+from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, deepspeed_config
+from spes_mega.errors import RecipeError
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model import build, forward_logits, language_model_loss, load_weights
 from spes_mega.model.loss import PART_ELEMENTS
-from spes_mega.node.engine import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, deepspeed_config
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe, override_recipe
 from spes_mega.tools.plan.activations import LOSS_PART, activation_bytes
@@ -334,6 +335,30 @@ def test_a_suggestion_fits_and_nothing_cheaper_would():
     assert changed.spes.peak == found.peak_bytes
     (hopeless,) = suggest(make_plan(shipped("2b"), machines(memory=GIB)))
     assert not hopeless.fits
+
+
+def test_nothing_is_suggested_that_a_node_would_refuse():
+    asked = machines(gpus=4, memory=16 * GIB)
+    (found,) = suggest(make_plan(shipped("2b"), asked))
+    assert found.settings == ("train.zero_stage=2",)
+    (found,) = suggest(make_plan(shipped("2b", "deepspeed={zero_optimization: {stage: 1}}"), asked))
+    assert found.fits
+    assert not any("train.zero_stage=" in setting for setting in found.settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "gpus", "message"),
+    [
+        ("{fp16: {enabled: true}}", 1, r"deepspeed\.fp16\.enabled is True, but the train section makes it False"),
+        ("{zero_optimization: 3}", 1, r"deepspeed\.zero_optimization: expected a mapping, got 3"),
+        ("{data_types: bf16}", 1, r"deepspeed\.data_types: expected a mapping, got 'bf16'"),
+        ("{zero_optimization: {round_robin_gradients: true}}", 2, "round_robin_gradients cannot be set: with several"),
+    ],
+)
+def test_a_deepspeed_section_that_a_node_would_refuse_is_refused(section, gpus, message):
+    arguments = ["plan", str(CONFIGS / "2b.yaml"), "--gpus-per-node", str(gpus), "--set", f"deepspeed={section}"]
+    with pytest.raises(RecipeError, match=message):
+        CliRunner().invoke(group, arguments, catch_exceptions=False)
 
 
 def run(*arguments: str) -> str:

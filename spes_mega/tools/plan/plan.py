@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from spes_mega.deepspeed_config import deepspeed_config
 from spes_mega.hub.sizes import RoundBytes
 from spes_mega.layout.counts import ParameterCounts, count_parameters
 from spes_mega.outer.ownership import Ownership, ownership_of
@@ -145,7 +146,11 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, machines: Machines) -> Plan:
-    """The plan of `recipe`, whose first scheme is the recipe itself; the others train every expert everywhere."""
+    """The plan of `recipe`, whose first scheme is the recipe itself; the others train every expert everywhere.
+
+    Raises RecipeError: a node would refuse the recipe's deepspeed section.
+    """
+    deepspeed_config(recipe, machines.gpus)
     model, spes = recipe.model, recipe.spes
     everything = ownership_of(model.num_experts, spes.num_nodes, "all")
     own = _ownership(recipe)

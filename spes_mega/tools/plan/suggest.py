@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
+from spes_mega.deepspeed_config import deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.recipe import override_recipe
 from spes_mega.tools.plan.plan import Plan, node_groups
@@ -98,6 +99,7 @@ def _try(plan: Plan, chosen: tuple[Change, ...]) -> Suggestion | None:
     settings = tuple(setting for change in chosen for setting in change.settings)
     try:
         changed = override_recipe(plan.recipe, settings)
+        deepspeed_config(changed, plan.machines.gpus)
     except RecipeError:
         return None
     groups = node_groups(changed, plan.machines)

@@ -1,4 +1,4 @@
-"""Offload of the optimizer to NVMe: what cannot be done with it is refused, and nothing is lost by the attempt."""
+"""Offload to NVMe, and what else DeepSpeed cannot do or read, is refused by name; nothing is lost by the attempt."""
 
 from types import SimpleNamespace
 
@@ -71,3 +71,34 @@ def test_nvme_that_deepspeed_cannot_reach_is_refused_by_name(ranks, recipe_with,
     recipe = recipe_with(device="nvme", nvme_path=str(tmp_path))
     with pytest.raises(SpesError, match=r"offload_optimizer\.device is nvme: .*async_io.*libaio.*set device to cpu"):
         LocalModel(recipe, (0, 1), ranks, StopRequest(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"zero_optimization": {"bogus": 1}},
+            r"^deepspeed\.zero_optimization\.bogus is 1: Extra inputs are not permitted$",
+        ),
+        (
+            {"zero_optimization": {"offload_param": 3}},
+            r"^deepspeed\.zero_optimization\.offload_param is 3: .* dictionary",
+        ),
+        (offloading(bogus=1), r"^deepspeed\.zero_optimization\.offload_optimizer\.bogus is 1: Extra inputs"),
+        ({"zero_optimization": {"reduce_bucket_size": "5 e8"}}, r"\.reduce_bucket_size is '5 e8': .* valid integer"),
+        ({"comms_logger": 3}, "^the recipe's deepspeed section: DeepSpeed cannot read it: .*Comms"),
+    ],
+)
+def test_keys_and_values_that_deepspeed_does_not_take_are_refused_by_name(
+    ranks, write_recipe, tmp_path, section, message
+):
+    recipe = load_recipe(write_recipe(tmp_path, deepspeed=section))
+    with pytest.raises(SpesError, match=message):
+        LocalModel(recipe, (0, 1), ranks, StopRequest(), tmp_path)
+
+
+def test_a_number_as_json_has_it_reaches_deepspeed(ranks, write_recipe, tmp_path):
+    path = write_recipe(tmp_path)
+    path.write_text(path.read_text() + "deepspeed: {zero_optimization: {reduce_bucket_size: 5e8}}\n")
+    model = LocalModel(load_recipe(path), (0, 1), ranks, StopRequest(), tmp_path)
+    assert model.engine.zero_reduce_bucket_size() == 500_000_000
