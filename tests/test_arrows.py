@@ -15,18 +15,8 @@ ALLOWED = {
     "node": GROUND
     | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays"},
     "tools": GROUND
-    | {
-        "layout",
-        "outer",
-        "model",
-        "hub.access",
-        "hub.keys",
-        "hub.sizes",
-        "hub.status",
-        "deepspeed_config",
-        "options",
-        "progress",
-    },
+    | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status"}
+    | {"deepspeed_config", "options", "progress"},
     "upcycle": GROUND | {"layout", "options", "progress"},
 }
 
