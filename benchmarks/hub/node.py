@@ -17,7 +17,7 @@ from shapes import parsed
 from spes_mega.hub.client import HubClient, Pulled
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.tensor_bytes import bytes_of
-from spes_mega.outer.ownership import ownership_of, private_names, pushed_names
+from spes_mega.outer.ownership import ownership_of, pushed_names
 from spes_mega.recipe import Recipe
 
 _HELD_BYTES = 1 << 30
@@ -85,8 +85,7 @@ def exchange(client: HubClient, recipe: Recipe, weights: FabricatedWeights, roun
     owned = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
     mine = pushed_names(weights.tensors, owned, client.node, expert_of)
     shapes = {name: tuple(weights.tensors[name].shape) for name in mine}
-    alone = private_names(mine, owned, client.node, expert_of)
-    client.push(round_, shapes, ((name, weights.tensors[name]) for name in mine), tokens=1, alone=alone)
+    client.push(round_, shapes, ((name, weights.tensors[name]) for name in mine), tokens=1)
     client.wait_round(round_ + 1)
     with client.pull(round_) as pulled:
         weights.take(pulled)

@@ -28,6 +28,7 @@ from spes_mega.hub.replica import Replica
 from spes_mega.hub.spools import Spools
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.names import expected_tensors
+from spes_mega.outer.ownership import ownership_of, with_absent
 from spes_mega.recipe import Recipe
 
 __all__ = [
@@ -108,7 +109,12 @@ class HubClient:
         spes = recipe.spes
         terms = Terms(spes)
         shapes = expected_tensors(recipe.model)
-        replica = None if terms.lossless else Replica(shapes, terms, spool_dir)
+        everyone = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
+
+        def private_of(absent: Collection[int]) -> set[str]:
+            return terms.private(shapes, with_absent(everyone, absent, spes.capacity), node)
+
+        replica = None if terms.lossless else Replica(shapes, terms, spool_dir, private_of)
         return cls(
             address,
             node,
@@ -154,7 +160,7 @@ class HubClient:
         opening, payload, give_back = self._download(replica.round)
         try:
             knows = not opening.full and have_round == replica.round == replica.pushed_round
-            replica.follow(payload, opening.round, opening.full)
+            replica.follow(payload, opening.round, opening.full, opening.absent)
         except BaseException:
             give_back()
             raise
@@ -185,13 +191,11 @@ class HubClient:
         shapes: Mapping[str, Shape],
         tensors: Iterable[tuple[str, Tensor]],
         tokens: int = 0,
-        alone: Collection[str] = (),
     ) -> None:
         """Send what this node trained in `round_` (the round of the state that it pulled).
 
         `tensors` are taken once, in the order of `shapes`, in any floating dtype; `tokens` counts what the node trained
-        on in this round; `alone` are those of the names that nobody else trains. In fp32, pushing the same values again
-        is accepted.
+        on in this round. In fp32, pushing the same values again is accepted.
 
         Raises:
             StaleRoundError: the round is closed: `wait_round(round_ + 1)`, pull, and go on.
@@ -204,7 +208,7 @@ class HubClient:
             if self._replica is None:
                 size = write_payload(spool, in_fp32(shapes), tensors, metadata)
             else:
-                size = self._replica.encode(spool, shapes, tensors, metadata, alone)
+                size = self._replica.encode(spool, shapes, tensors, metadata)
             self._delivery.send(spool, pb.PushOpening(round=round_, total_bytes=size))
         except BaseException:
             self._spools.give_back("up", spool)
@@ -273,14 +277,13 @@ class HubClient:
         if self._replica is not None:
             self._replica.save_residual(path)
 
-    def restore_residual(self, path: Path, alone: Collection[str] = ()) -> None:
-        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged.
+    def restore_residual(self, path: Path) -> None:
+        """Go on from what `save_residual` wrote, before anything is read of the state that was pulled last.
 
-        `alone` are those of the names that nobody else trains, if this node still has what it made of them: what was
-        lost of these is in its own values, and not in what the hub sent.
+        Raises PayloadError: it is not of this model, or damaged.
         """
         if self._replica is not None:
-            self._replica.restore_residual(path, alone)
+            self._replica.restore_residual(path)
 
     def close(self) -> None:
         self._channel.close()

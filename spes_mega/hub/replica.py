@@ -4,7 +4,7 @@ Everything lies in unlinked spool files and is read and written by rows, so that
 """
 
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -54,19 +54,34 @@ class _Versions:
 
 
 class Replica:
-    """A node's counterpart of the hub's published state."""
+    """A node's counterpart of the hub's published state.
 
-    def __init__(self, shapes: Shapes, terms: Terms, directory: Path | None) -> None:
-        """`directory` needs room for two copies of the weights in fp32, and one or two of what the node trains."""
+    Of what the node alone trains the hub has the exact values S, and this node's pushes have lost e of it: the node
+    goes on from S + e, so that what the hub lacks is always e, also after a merge or a restart.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        terms: Terms,
+        directory: Path | None,
+        private_of: Callable[[Collection[int]], Collection[str]],
+    ) -> None:
+        """`directory` needs room for two copies of the weights in fp32, and one or two of what the node trains.
+
+        `private_of` gives `Terms.private` of this node while the nodes are absent that it is given.
+        """
         self.round: int | None = None
         """Whose published weights these are; None before the first pull, and while one is applied."""
         self.pushed_round: int | None = None
         """The last round that took a push of this node."""
         self.shapes: dict[str, Shape] = dict(shapes)
         self._terms = terms
+        self._private_of = private_of
+        self._private: Collection[str] = ()
         self._stack = ExitStack()
         self._weights = _Versions(shapes, directory, self._stack)
-        """As published; of what the node alone trains, as the node began the round."""
+        """As published; of what is private, as the node began the round."""
         self._residual = _Versions(shapes, directory, self._stack)
         self._arrived: StoredPayload | None = None
         self._coming = 0
@@ -82,16 +97,12 @@ class Replica:
         shapes: Shapes,
         tensors: Iterable[tuple[str, Tensor]],
         metadata: Mapping[str, str],
-        alone: Collection[str],
     ) -> int:
-        """Write a push to `file`; returns its bytes. What it loses counts only after `accepted`.
-
-        `alone` are names that this node alone trains; where the hub takes them as they are, it goes on from its values.
-        """
+        """Write a push to `file`; returns its bytes. What it loses counts only after `accepted`."""
         self.settle()
         if self.round is None:
             raise ValueError("a node pulls before it pushes: changes are against what is published")
-        private = set(alone) if self._terms.averages_experts else set()
+        private = set(shapes).intersection(self._private)
         writer = PayloadWriter(file, forms_of(shapes, self._terms.up), metadata)
         for name, tensor in in_turn(shapes, tensors):
             for start, stop in row_slices(tuple(tensor.shape)):
@@ -119,13 +130,16 @@ class Replica:
         self._weights.commit(self._kept)
         self.pushed_round = round_
 
-    def follow(self, payload: StoredPayload, round_: int, full: bool) -> None:
+    def follow(self, payload: StoredPayload, round_: int, full: bool, absent: Collection[int]) -> None:
         """Go to the state of `round_`: what has come is applied where it is read, and the rest by `settle`.
+
+        `absent` are the nodes that do not take part from it on.
 
         Raises:
             PayloadError: the payload is not one that leads there from what this node holds.
         """
         self._check(payload, round_, full)
+        self._private = self._private_of(absent)
         self._arrived, self._to_apply = payload, dict.fromkeys(payload.forms, 0)
         self._coming, self.round = round_, None  # all would be needed again if something goes wrong
 
@@ -149,6 +163,8 @@ class Replica:
                 continue
             if codec.lossless:
                 rows = payload.read_rows(name, start, stop)
+                if name in self._private and name in self._residual.names:
+                    rows.add_(self._residual.rows(name, start, stop))
             else:
                 payload.add_rows(name, start, stop, rows := self._weights.rows(name, start, stop))
             self._weights.write(name, start, rows)
@@ -190,12 +206,13 @@ class Replica:
                 for start, stop in row_slices(shape):
                     writer.write_rows(name, start, self._residual.rows(name, start, stop))
 
-    def restore_residual(self, path: Path, alone: Collection[str] = ()) -> None:
-        """Go on from what `save_residual` wrote. Raises PayloadError: it is not of this model, or damaged.
+    def restore_residual(self, path: Path) -> None:
+        """Go on from what `save_residual` wrote, before anything is read of the state that was pulled last.
 
-        `alone` are those of the names that this node alone trains, and of which it still has its own values.
+        Raises PayloadError: it is not of this model, or damaged.
         """
-        private = set(alone) if self._terms.averages_experts else set()
+        if self.round is not None or (self._arrived and self._to_apply != dict.fromkeys(self._arrived.forms, 0)):
+            raise ValueError("what earlier pushes lost is part of the state, of which something was read already")
         payload = StoredPayload.open(path, str(path))
         try:
             for name, (shape, codec) in payload.forms.items():
@@ -203,7 +220,7 @@ class Replica:
                     raise PayloadError(f"{path}: {name} of shape {shape} in {codec.name} was not expected")
             payload.check_finite()
             for name, shape in payload.shapes.items():
-                for start, stop in row_slices(shape) if name not in private else ():
+                for start, stop in row_slices(shape):
                     self._residual.write(name, start, payload.read_rows(name, start, stop))
         finally:
             payload.close()

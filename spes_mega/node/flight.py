@@ -1,7 +1,6 @@
 """A synchronization that is under way while the node trains on (on rank 0)."""
 
 import threading
-from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -41,15 +40,13 @@ class Arrived:
 class Flight:
     """The push of a round, the wait for its close, and the pull, in a thread of their own."""
 
-    def __init__(
-        self, client: HubClient, round_: int, snapshot: TensorSpool, tokens: int, alone: Collection[str]
-    ) -> None:
-        """Pushes `snapshot`; `tokens` and `alone` as in `HubClient.push`.
+    def __init__(self, client: HubClient, round_: int, snapshot: TensorSpool, tokens: int) -> None:
+        """Pushes `snapshot`; `tokens` as in `HubClient.push`.
 
         Until it has landed, nothing else may push or pull with `client`.
         """
         self._round, self._snapshot = round_, snapshot
-        self._client, self._tokens, self._alone = client, tokens, alone
+        self._client, self._tokens = client, tokens
         self._landed: Future[Arrived] = Future()
         threading.Thread(target=self._run, name=f"round {round_}", daemon=True).start()
 
@@ -64,7 +61,7 @@ class Flight:
         shapes = snapshot.shapes
         try:
             tensors = ((name, snapshot.get(name)) for name in shapes)
-            self._client.push(self._round, shapes, tensors, self._tokens, self._alone)
+            self._client.push(self._round, shapes, tensors, self._tokens)
         except StaleRoundError:
             return Arrived(self._client.pull(), snapshot, in_time=False)
         self._client.wait_round(self._round + 1)

@@ -18,7 +18,7 @@ from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.weight_source import Traffic
 from spes_mega.node.weights import Shapes, Tensors
-from spes_mega.outer.ownership import Ownership, private_names, pushed_names, ranges, with_absent
+from spes_mega.outer.ownership import Ownership, pushed_names, ranges, with_absent
 
 GOODBYE_S = 10.0  # launchers kill a node 30 s after they asked it to stop
 T = TypeVar("T")
@@ -84,12 +84,9 @@ class HubNode:
     def start(self, weights: LocalModel, checkpoint: Checkpoint | None = None) -> int:
         """Raises CheckpointError: the hub is not as far as the checkpoint."""
         with self._timed():
-            round_ = self._pull(weights, None)
-        if checkpoint is not None:
-            self._ranks.first(lambda: self._take_up(weights.shapes, checkpoint, round_))
-        return round_
+            return self._pull(weights, None, checkpoint)
 
-    def _take_up(self, names: Collection[str], checkpoint: Checkpoint, round_: int) -> None:
+    def _take_up(self, checkpoint: Checkpoint, round_: int) -> None:
         """What the pushes of the node's earlier process lost, if no later push can have made up for it."""
         its = checkpoint.position.round
         if its > round_ + self._max_lead:
@@ -100,17 +97,13 @@ class HubNode:
         if checkpoint.residual is None:
             return
         if checkpoint.state.residual_round == round_:
-            self.client.restore_residual(checkpoint.residual, self._alone(names) if its == round_ else ())
+            self.client.restore_residual(checkpoint.residual)
         else:
             self._say("what earlier pushes lost by rounding is not known any more, and counts as nothing")
 
     def save_residual(self, path: Path) -> int | None:
         self.client.save_residual(path)
         return self._next_push if path.exists() else None
-
-    def _alone(self, names: Collection[str]) -> list[str]:
-        mine = pushed_names(names, self._ownership, self._node, expert_of)
-        return private_names(mine, self._ownership, self._node, expert_of)
 
     def exchange(self, weights: LocalModel, round_: int, tokens: int) -> int:
         with self._timed():
@@ -123,14 +116,13 @@ class HubNode:
     def _push(self, weights: LocalModel, round_: int, tokens: int) -> bool:
         """Send what this node trains; False if the round was closed already."""
         names = pushed_names(weights.shapes, self._ownership, self._node, expert_of)
-        alone = self._alone(names)
         stale = False
 
         def push(shapes: Shapes, tensors: Tensors) -> None:
             nonlocal stale
             try:
                 with self._stop.interruptible():
-                    self.client.push(round_, shapes, tensors, tokens, alone)
+                    self.client.push(round_, shapes, tensors, tokens)
                 self._next_push = round_ + 1
             except StaleRoundError:
                 stale = True
@@ -138,13 +130,15 @@ class HubNode:
         weights.collect(names, push)
         return not self._ranks.first(lambda: stale)
 
-    def _pull(self, weights: LocalModel, have_round: int | None) -> int:
-        """Replace what the hub sends; returns the round of the weights."""
+    def _pull(self, weights: LocalModel, have_round: int | None, checkpoint: Checkpoint | None = None) -> int:
+        """Replace what the hub sends, of which a `checkpoint` has what is lacking; returns the round of the weights."""
         pulled: Pulled | None = None
 
         def pull() -> tuple[int, tuple[int, ...], list[str]]:
             nonlocal pulled
             pulled = self.client.pull(have_round)
+            if checkpoint is not None:
+                self._take_up(checkpoint, pulled.round)
             return pulled.round, pulled.absent, list(pulled.shapes)
 
         try:

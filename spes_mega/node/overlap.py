@@ -30,7 +30,7 @@ from spes_mega.node.hub_node import HubNode
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.spool import TensorSpool
 from spes_mega.node.weights import Shapes, Tensors
-from spes_mega.outer.ownership import private_names, pushed_names
+from spes_mega.outer.ownership import pushed_names
 
 T = TypeVar("T")
 
@@ -75,8 +75,7 @@ class OverlappingHubNode(HubNode):
 
     def _take_off(self, weights: LocalModel, round_: int, snapshot: TensorSpool | None, tokens: int) -> None:
         if self._ranks.leads:
-            alone = private_names(weights.shapes, self._ownership, self._node, expert_of)
-            self._flight = Flight(self.client, round_, _here(snapshot), tokens, alone)
+            self._flight = Flight(self.client, round_, _here(snapshot), tokens)
         self._flying = True
 
     def _land(self, weights: LocalModel, round_: int) -> tuple[int, TensorSpool | None]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from spes_mega.layout.initialize import generator
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import open_checkpoint
-from spes_mega.outer.ownership import ownership_of, private_names, pushed_names, with_absent
+from spes_mega.outer.ownership import ownership_of, pushed_names, with_absent
 from spes_mega.recipe import parse_recipe
 
 MODEL = {
@@ -59,10 +59,8 @@ def fabricate(recipe, node, round_, salt="", absent=()):
     }
 
 
-def push(client, recipe, round_, tensors, tokens=0, absent=()):
-    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    alone = private_names(shapes, ownership(recipe, absent), client.node, expert_of)
-    client.push(round_, shapes, tensors.items(), tokens, alone)
+def push(client, round_, tensors, tokens=0):
+    client.push(round_, {name: tuple(t.shape) for name, t in tensors.items()}, tensors.items(), tokens)
 
 
 def pull(client, have_round=None):

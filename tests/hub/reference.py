@@ -59,12 +59,18 @@ class Reference:
             for name in self.published:
                 if node in contributors[name] and self.private(name, node):
                     kept = alpha is None
-                    self.nodes[node][name] = trained[node][name] if kept else self.exact(name)
+                    self.nodes[node][name] = trained[node][name] if kept else self.given(name, node)
                 else:
                     self.nodes[node][name] = self.published[name]
 
     def exact(self, name):
         return self.published[name] + self.residual[name]
+
+    def given(self, name, node):
+        """What a node goes on from that has not its own training of the last round."""
+        if not self.private(name, node):
+            return self.published[name]
+        return self.exact(name) + self.lost[node].get(name, 0)
 
     def _target(self, name, nodes, trained, tokens):
         """The change to publish; of what is published without loss, the values."""

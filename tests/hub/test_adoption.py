@@ -31,7 +31,7 @@ class Play:
         """One round to which `nodes` contribute while `absent` are away."""
         pushes = {node: fabricate(self.recipe, node, self.round, absent=absent) for node in nodes}
         for node in nodes:
-            push(self.clients[node], self.recipe, self.round, pushes[node])
+            push(self.clients[node], self.round, pushes[node])
         self.round = self.clients[nodes[0]].wait_round(self.round + 1)
         self.state = next_state(self.recipe, self.state, pushes, absent=absent)
         assert_same(read_state(self.hub.state / f"rounds/{self.round:06d}"), self.state)
@@ -146,7 +146,7 @@ def test_a_push_by_the_ownership_of_an_earlier_round_is_refused(play):
     run.leave(2)
     run.close(0, 1)
     with pytest.raises(HubRefusedError, match="the tensors of this node take"):
-        push(run.clients[0], run.recipe, run.round, fabricate(run.recipe, 0, run.round))
+        push(run.clients[0], run.round, fabricate(run.recipe, 0, run.round))
     run.close(0, 1, absent={2})
 
 
@@ -154,9 +154,9 @@ def test_all_nodes_gone_end_the_run_with_an_error_that_names_them(play):
     run = play(num_nodes=2)
     run.join(0, 1)
     pushes = {node: fabricate(run.recipe, node, 0) for node in (0, 1)}
-    push(run.clients[0], run.recipe, 0, pushes[0])
+    push(run.clients[0], 0, pushes[0])
     run.leave(0)
-    push(run.clients[1], run.recipe, 0, pushes[1])
+    push(run.clients[1], 0, pushes[1])
     run.leave(1)
     run.hub.join()
     assert isinstance(run.hub.error, DeadlineError)

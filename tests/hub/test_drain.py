@@ -43,8 +43,8 @@ def test_a_hub_that_drains_closes_its_round_hands_it_over_and_ends(start_hub, co
     (hub.state / "drain").touch()
     until(lambda: health(channel, SERVICE) == NOT_SERVING)
     assert health(channel, "") == SERVING  # it is alive, and not to be killed
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     assert zero.wait_round(1) == 1
     expected = next_state(recipe, initial, {node: fabricate(recipe, node, 0) for node in (0, 1)})
     assert_same(pull(zero)[1], expected)
@@ -59,7 +59,7 @@ def test_a_hub_that_drains_closes_its_round_hands_it_over_and_ends(start_hub, co
     again = start_hub(recipe)
     for node, client in enumerate((zero, one)):
         client = moved(client, again)
-        push(client, recipe, 1, fabricate(recipe, node, 1))
+        push(client, 1, fabricate(recipe, node, 1))
         client.close()
     until(lambda: again.run.rounds.round == 2)
 
@@ -70,7 +70,7 @@ def test_a_drained_hub_does_not_wait_for_ever_for_who_fetches_nothing(start_hub,
     for node in (0, 1):
         client = HubClient(hub.address, node, recipe.digest())
         client.join()
-        push(client, recipe, 0, fabricate(recipe, node, 0))
+        push(client, 0, fabricate(recipe, node, 0))
         client.close()
     hub.run.rounds.drain()
     hub.join()
@@ -132,7 +132,7 @@ def test_an_upgrade_as_an_operator_does_it(tmp_path):
         hub.read_until("draining: the hub ends when round 1 is closed")
         assert drained.poll() is None
         for node, client in enumerate(clients):
-            push(client, recipe, 0, fabricate(recipe, node, 0))
+            push(client, 0, fabricate(recipe, node, 0))
         for client in clients:
             assert client.wait_round(1) == 1
             client.pull().close()
@@ -141,7 +141,7 @@ def test_an_upgrade_as_an_operator_does_it(tmp_path):
         pushed = []
 
         def train_on(node):
-            push(clients[node], recipe, 1, fabricate(recipe, node, 1))  # retries until the next hub is there
+            push(clients[node], 1, fabricate(recipe, node, 1))  # retries until the next hub is there
             pushed.append(clients[node].wait_round(2))
 
         training = [threading.Thread(target=train_on, args=(node,)) for node in (0, 1)]

@@ -57,12 +57,12 @@ def test_a_state_that_was_lost_is_made_again_bit_for_bit(start_hub, connect, dis
     for client in (zero, one):
         client.join()
         pull(client)
-        push(client, recipe, 0, fabricate(recipe, client.node, 0))
+        push(client, 0, fabricate(recipe, client.node, 0))
     assert zero.wait_round(1) == 1
     assert pull(zero, 0)[0] == 1
     (pending,) = (state / "rounds").glob(".000001.partial-*")
     given, files = read_state(pending), contents(pending)
-    push(zero, recipe, 1, fabricate(recipe, 0, 1))  # the next round is open
+    push(zero, 1, fabricate(recipe, 0, 1))  # the next round is open
     assert not (state / "rounds/000001").exists()
     disk.die()
     assert "Input/output error" in str(hub.join().error)
@@ -77,7 +77,7 @@ def test_a_state_that_was_lost_is_made_again_bit_for_bit(start_hub, connect, dis
     one = moved(one, again) if not spes else connect(again, 1)
     one.join()
     pull(one)
-    push(one, recipe, 1, fabricate(recipe, 1, 1))
+    push(one, 1, fabricate(recipe, 1, 1))
     assert one.wait_round(2) == 2
     if not spes:
         pushes = {node: fabricate(recipe, node, 1) for node in (0, 1)}
@@ -95,7 +95,7 @@ def test_a_state_is_not_made_again_without_a_push_that_it_had(start_hub, connect
     for node in (0, 1):
         client = connect(hub, node)
         client.join()
-        push(client, recipe, 0, fabricate(recipe, node, 0))
+        push(client, 0, fabricate(recipe, node, 0))
     assert client.wait_round(1) == 1
     disk.die()
     hub.join()
@@ -122,7 +122,7 @@ def test_the_next_round_is_not_closed_before_the_state_is_durable(start_hub, con
     for round_ in (0, 1):
         for client in clients:
             client.join()
-            push(client, recipe, round_, fabricate(recipe, client.node, round_))
+            push(client, round_, fabricate(recipe, client.node, round_))
         if round_ == 0:
             assert clients[0].wait_round(1) == 1
     assert sorted({path.parent.name for path in pushes_in(state)}) == ["000000", "000001"]
@@ -153,7 +153,7 @@ def pushed_by_all(start_hub, connect, recipe):
     for client in clients:
         client.join()
         pull(client)
-        push(client, recipe, 0, fabricate(recipe, client.node, 0))
+        push(client, 0, fabricate(recipe, client.node, 0))
     assert clients[0].wait_round(1) == 1
     return hub, clients
 
@@ -193,7 +193,7 @@ def test_files_to_be_overwritten_are_not_left_over(start_hub, connect, disk, tmp
     for round_ in (1, 2):
         for client in (clients := [connect(hub, node) for node in (0, 1)]):
             client.join()
-            push(client, recipe, round_, fabricate(recipe, client.node, round_))
+            push(client, round_, fabricate(recipe, client.node, round_))
         assert clients[0].wait_round(round_ + 1) == round_ + 1
     for client in clients:
         client.leave()

@@ -60,7 +60,7 @@ client = HubClient(address, node, digest)
 client.join()
 if pushes:
     recipe = make_recipe({"vocab_size": 80_000}, num_nodes=4)
-    push(client, recipe, 0, fabricate(recipe, node, 0))
+    push(client, 0, fabricate(recipe, node, 0))
 print("done", flush=True)
 sys.stdin.read()
 """
@@ -100,7 +100,7 @@ def test_nodes_killed_before_in_and_after_a_push_leave_what_was_accepted(start_h
     slow.cut()
     three = connect(hub, 3)
     three.join()
-    push(three, recipe, 0, fabricate(recipe, 3, 0))
+    push(three, 0, fabricate(recipe, 3, 0))
     with connect(hub, 2) as again:
         assert again.join().pushed
         for node in (0, 1):  # nobody waits for them any more
@@ -134,8 +134,8 @@ def test_hundreds_of_stray_pushes_leave_few_files_and_the_round_closes(start_hub
     status = one.status()
     assert len(status["rejected"]) == KEPT_REJECTIONS
     assert {(r["node"], r["round"]) for r in status["rejected"]} == {(0, 0), (0, 1), (0, 2)}
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     assert one.wait_round(1) == 1
     assert_same(pull(one)[1], next_state(recipe, initial, {n: fabricate(recipe, n, 0) for n in (0, 1)}))
     until(lambda: not pushes_in(tmp_path / "state"))

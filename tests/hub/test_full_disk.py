@@ -73,7 +73,7 @@ def test_a_push_waits_for_room(disk, start_hub, connect, capsys):
     initial = pull(zero)[1]
     disk.leave(STATE // 2)
     with ThreadPoolExecutor() as pool:
-        stuck = pool.submit(push, zero, recipe, 0, fabricate(recipe, 0, 0))
+        stuck = pool.submit(push, zero, 0, fabricate(recipe, 0, 0))
         until(lambda: one.status()["trouble"])
         assert any("waiting: the hub's disk is full" in line for line in describe(one.status()))
         assert disk.files() == set()
@@ -82,7 +82,7 @@ def test_a_push_waits_for_room(disk, start_hub, connect, capsys):
         stuck.result(timeout=20)
     status = one.status()
     assert (status["trouble"], status["waiting_for"], status["rejected"]) == ("", [1], [])
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     assert one.wait_round(1) == 1
     assert_same(pull(one)[1], expected(recipe, initial))
     said = capsys.readouterr().out
@@ -99,10 +99,10 @@ def test_a_round_waits_for_room_and_is_closed_once(disk, start_hub, connect, mon
     hub = start_hub(recipe, disk.path)
     zero, one = both(recipe, connect, hub)
     initial = pull(zero)[1]
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     disk.leave(STATE + STATE // 2)
     with ThreadPoolExecutor() as pool:
-        push(one, recipe, 0, fabricate(recipe, 1, 0))
+        push(one, 0, fabricate(recipe, 1, 0))
         waiting = pool.submit(zero.wait_round, 1)
         until(lambda: one.status()["trouble"])
         until(lambda: not list(disk.path.glob("rounds/.*")))
@@ -156,9 +156,9 @@ def test_the_files_beside_a_state_need_room_too(disk, start_hub, connect, outer)
     zero, one = both(recipe, connect, hub)
     for client in (zero, one):
         pull(client)
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     disk.leave(2 * STATE + STATE // 10)  # the node's push, and the weights
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     until(lambda: one.status()["trouble"])
     needed, free = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{8,})", one.status()["trouble"]))
     assert free > STATE
@@ -177,11 +177,11 @@ def test_a_round_without_room_ends_the_run_if_it_is_to_stop_and_nothing_is_lost(
     with zero, one:
         zero.join()
         one.join()
-        push(zero, recipe, 0, fabricate(recipe, 0, 0))
+        push(zero, 0, fabricate(recipe, 0, 0))
         disk.leave(STATE + STATE // 2)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(zero.wait_round, 1)
-            push(one, recipe, 0, fabricate(recipe, 1, 0))
+            push(one, 0, fabricate(recipe, 1, 0))
             with pytest.raises(StoreError, match=r"the hub's disk is full: .* bytes of disk space"):
                 waiting.result(timeout=30)
     assert hub.end() == 8

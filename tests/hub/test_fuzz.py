@@ -230,7 +230,7 @@ def test_a_live_hub_outlives_damaged_messages(start_hub, connect, tmp_path):
         client.join()
     pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
     for node, client in enumerate(clients):
-        push(client, recipe, 0, pushes[node])
+        push(client, 0, pushes[node])
     assert clients[0].wait_round(1) == 1
     assert_same(pull(clients[0])[1], next_state(recipe, initial, pushes))
     until(lambda: not pushes_in(tmp_path / "state"))

@@ -52,7 +52,7 @@ def take_part(client, recipe, node):
     round_, state = pull(client)
     while round_ < recipe.num_rounds:
         mine = trained(recipe, state, node, round_)
-        push(client, recipe, round_, mine, TOKENS[node])
+        push(client, round_, mine, TOKENS[node])
         client.wait_round(round_ + 1)
         state.update(mine)
         round_, news = pull(client, round_)
@@ -95,7 +95,7 @@ def test_what_travels_is_what_is_needed(start_hub, connect):
     for node, client in enumerate(clients):
         client.join()
         assert len(pull(client)[1]) == len(hub.run.shapes)
-        push(client, recipe, 0, fabricate(recipe, node, 0))
+        push(client, 0, fabricate(recipe, node, 0))
     numbers = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values())
     assert 4 * numbers < clients[0].bytes_up < 4 * numbers + 20_000
     clients[0].wait_round(1)
@@ -159,12 +159,12 @@ def test_a_faulty_push_is_refused_and_changes_nothing(start_hub, connect, tmp_pa
     client = connect(hub, 0)
     client.join()
     with pytest.raises(PayloadError, match=message):
-        push(client, recipe, 0, spoil(recipe))
+        push(client, 0, spoil(recipe))
     assert list((tmp_path / "state/pushes/000000").iterdir()) == []
     status = client.status()
     assert status["waiting_for"] == [0, 1]
     assert [(r["node"], r["round"]) for r in status["rejected"]] == [(0, 0)]
-    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    push(client, 0, fabricate(recipe, 0, 0))
     assert client.status()["waiting_for"] == [1]
     assert client.status()["nodes"][0]["last_pushed_round"] == 0
 
@@ -222,10 +222,10 @@ def test_the_same_push_again_is_accepted_and_another_one_refused(start_hub, conn
     recipe = make_recipe()
     client = connect(start_hub(recipe), 0)
     client.join()
-    push(client, recipe, 0, fabricate(recipe, 0, 0))
-    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    push(client, 0, fabricate(recipe, 0, 0))
+    push(client, 0, fabricate(recipe, 0, 0))
     with pytest.raises(HubRefusedError, match="already pushed other values in this round; the first ones stay"):
-        push(client, recipe, 0, fabricate(recipe, 0, 0, salt="other"))
+        push(client, 0, fabricate(recipe, 0, 0, salt="other"))
     assert len(client.status()["rejected"]) == 1
     assert client.join().pushed
 
@@ -241,7 +241,7 @@ def test_pushes_in_the_same_instant_make_one_round_each(start_hub, connect, tmp_
 
     def push_at_once(node):
         barrier.wait()
-        push(clients[node % 4], recipe, 0, fabricate(recipe, node % 4, 0))
+        push(clients[node % 4], 0, fabricate(recipe, node % 4, 0))
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(push_at_once, node) for node in range(8)]:
@@ -259,15 +259,15 @@ def test_a_late_push_is_refused_and_the_node_goes_on(start_hub, connect, tmp_pat
     for client in (fast, slow):
         client.join()
     initial = pull(slow)[1]
-    push(fast, recipe, 0, fabricate(recipe, 0, 0))
+    push(fast, 0, fabricate(recipe, 0, 0))
     assert slow.wait_round(1) == 1  # waiting is no sign that its own push is still to come
     with pytest.raises(StaleRoundError, match="round 0 is closed: wait for round 1"):
-        push(slow, recipe, 0, fabricate(recipe, 1, 0))
+        push(slow, 0, fabricate(recipe, 1, 0))
     with slow.pull(have_round=0) as pulled:
         assert pulled.full  # its own training was not averaged: it must take the hub's values of its experts
         assert_same(dict(pulled), next_state(patient, initial, {0: fabricate(recipe, 0, 0)}))
-    push(slow, recipe, 1, fabricate(recipe, 1, 1))
-    push(fast, recipe, 1, fabricate(recipe, 0, 1))
+    push(slow, 1, fabricate(recipe, 1, 1))
+    push(fast, 1, fabricate(recipe, 0, 1))
     assert slow.wait_round(2) == 2
     records = slow.status()["rounds"]
     assert [record["nodes"] for record in records] == [[], [0], [0, 1]]
@@ -292,7 +292,7 @@ def test_who_never_pushes_is_named_to_those_who_wait(start_hub, connect):
     zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
     zero.join()
     one.join()
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     with pytest.raises(DeadlineError, match=r"round 0: node 1 did not push within 0.7 s"):
         zero.wait_round(1)
     assert "node 1 did not push" in str(hub.join().error)
@@ -304,7 +304,7 @@ def test_strangers_are_refused_by_name(start_hub, connect):
     with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
         connect(hub, 0).join()
     with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
-        push(connect(hub, 0, token="wrong"), recipe, 0, fabricate(recipe, 0, 0))
+        push(connect(hub, 0, token="wrong"), 0, fabricate(recipe, 0, 0))
     with pytest.raises(HubRefusedError, match="the token is missing or wrong"):
         connect(hub, 0, token="wrong").pull()
     with pytest.raises(HubRefusedError, match="node 1 has another recipe"):
@@ -328,8 +328,8 @@ def test_a_second_process_of_a_node_takes_over(start_hub, connect):
     old.join()
     new.join()
     with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
-        push(old, recipe, 0, fabricate(recipe, 0, 0))
-    push(new, recipe, 0, fabricate(recipe, 0, 0))
+        push(old, 0, fabricate(recipe, 0, 0))
+    push(new, 0, fabricate(recipe, 0, 0))
 
 
 def test_a_download_that_was_damaged_goes_on_with_the_damaged_chunk(start_hub, connect, monkeypatch, tmp_path):
@@ -376,7 +376,7 @@ def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsy
     zero, one = connect(hub, 0), connect(hub, 1)
     zero.join()
     one.join()
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     assert hub.stop().finished is False
     with pytest.raises(StoreError, match="another recipe"):
         start_hub(make_recipe())
@@ -391,7 +391,7 @@ def test_a_hub_that_is_started_again_goes_on(start_hub, connect, tmp_path, capsy
     assert status["waiting_for"] == [1]
     assert [node["last_pushed_round"] for node in status["nodes"]] == [0, None]
     assert [node["bytes_up"] for node in status["nodes"]] == [first.bytes_up, 0]
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     assert zero.wait_round(1) == 1
     assert zero.status()["rounds"][-1]["bytes_up"] == first.bytes_up + one.bytes_up
     pushes = {node: fabricate(recipe, node, 0) for node in (0, 1)}
@@ -409,8 +409,8 @@ def test_a_hub_that_is_started_again_waits_for_nodes_that_are_training(start_hub
     time.sleep(1)  # nobody calls before the join deadline
     zero, one = moved(zero, again), moved(one, again)
     assert [node["state"] for node in zero.status()["nodes"]] == ["joined", "joined"]
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     assert zero.wait_round(1) == 1
     zero.leave()
     one.leave()
@@ -435,7 +435,7 @@ def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tm
     hub = start_hub(recipe)
     client = connect(hub, 1)
     client.join()
-    push(client, recipe, 0, fabricate(recipe, 1, 0))
+    push(client, 0, fabricate(recipe, 1, 0))
     hub.stop()
     (path,) = (tmp_path / "state/pushes/000000").iterdir()
     path.write_bytes(damage(path.read_bytes()))
@@ -444,7 +444,7 @@ def test_a_push_damaged_on_the_disk_is_dropped_and_listed(start_hub, connect, tm
     assert status["waiting_for"] == [0, 1]
     assert "damaged on the hub's disk" in status["rejected"][0]["reason"]
     client.join()
-    push(client, recipe, 0, fabricate(recipe, 1, 0))
+    push(client, 0, fabricate(recipe, 1, 0))
     assert client.status()["waiting_for"] == [0]
 
 
@@ -478,7 +478,7 @@ def test_a_line_that_falls_silent_longer_than_an_attempt_ends_no_call(start_hub)
 
         assert through_silence(client.join).round == 0
         assert through_silence(client.status)["round"] == 0
-        push(client, recipe, 0, fabricate(recipe, 0, 0))
+        push(client, 0, fabricate(recipe, 0, 0))
         assert through_silence(client.wait_round, 1) == 1
         through_silence(client.leave)
     assert hub.run.rounds.presence()[0].value == "left"
@@ -532,7 +532,7 @@ def test_a_push_that_is_overtaken_by_the_close_is_late_and_leaves_nothing(start_
     zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
     zero.join()
     one.join()
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     go_on = threading.Event()
     with ThreadPoolExecutor() as pool:
         late = pool.submit(one._channel.call, "Push", stalled_push(one, recipe, 1, go_on), 20)
@@ -551,7 +551,7 @@ def test_a_push_whose_answer_was_lost_is_accepted_again_after_the_close(start_hu
     zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
     zero.join()
     one.join()
-    push(zero, recipe, 0, fabricate(recipe, 0, 0))
+    push(zero, 0, fabricate(recipe, 0, 0))
     with monkeypatch.context() as patch:
         open_, attempts = Channel.open, []
 
@@ -564,12 +564,12 @@ def test_a_push_whose_answer_was_lost_is_accepted_again_after_the_close(start_hu
             return answer
 
         patch.setattr(Channel, "open", lose_first_answer)
-        push(one, recipe, 0, fabricate(recipe, 1, 0))
+        push(one, 0, fabricate(recipe, 1, 0))
         assert attempts == ["Push"]  # the hub says that nothing is missing
     hub.stop()
     again = start_hub(recipe)  # and it is remembered
     one = moved(one, again)
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     status = one.status()
     assert status["rejected"] == []
     assert status["rounds"][-1]["nodes"] == [0, 1]
@@ -584,11 +584,11 @@ def test_a_repeated_push_that_is_overtaken_by_the_close_is_accepted(start_hub):
     zero, one = (HubClient(hub.address, node, recipe.digest()) for node in (0, 1))
     zero.join()
     one.join()
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     go_on = threading.Event()
     with ThreadPoolExecutor() as pool:
         repeated = pool.submit(one._channel.call, "Push", stalled_push(one, recipe, 1, go_on), 20)
-        push(zero, recipe, 0, fabricate(recipe, 0, 0))
+        push(zero, 0, fabricate(recipe, 0, 0))
         assert zero.wait_round(1) == 1
         go_on.set()
         assert repeated.result().repeated
@@ -611,10 +611,10 @@ def test_an_upload_that_breaks_off_is_listed_and_leaves_nothing_after_its_round(
     while not (rejected := client.status()["rejected"]):
         time.sleep(0.01)
     assert rejected == [{"node": 1, "round": 0, "reason": "the upload broke off"}]
-    push(client, recipe, 0, fabricate(recipe, 1, 0))
+    push(client, 0, fabricate(recipe, 1, 0))
     with connect(hub, 0) as other:
         other.join()
-        push(other, recipe, 0, fabricate(recipe, 0, 0))
+        push(other, 0, fabricate(recipe, 0, 0))
         assert other.wait_round(1) == 1
     until(lambda: not pushes_in(tmp_path / "state"))
 
@@ -644,7 +644,7 @@ def test_a_hub_that_is_started_again_on_the_last_rounds_pushes_waits_for_those_w
         clients = [connect(hub, node) for node in (0, 1)]
         for node, client in enumerate(clients):
             client.join()
-            push(client, recipe, 0, fabricate(recipe, node, 0))
+            push(client, 0, fabricate(recipe, node, 0))
         hub.stop()
     again = start_hub(recipe)
     until(lambda: again.run.finished)
@@ -664,12 +664,12 @@ def test_a_straggler_of_the_last_round_is_told_that_it_is_late(start_hub, monkey
     with fast, slow:
         fast.join()
         slow.join()
-        push(fast, recipe, 0, fabricate(recipe, 0, 0))
+        push(fast, 0, fabricate(recipe, 0, 0))
         assert fast.wait_round(1) == 1
         fast.leave()
         time.sleep(1)  # longer than nodes that take part have for their leave
         with pytest.raises(StaleRoundError, match="round 0 is closed"):
-            push(slow, recipe, 0, fabricate(recipe, 1, 0))
+            push(slow, 0, fabricate(recipe, 1, 0))
         assert pull(slow)[0] == 1
         slow.leave()
     assert hub.join(timeout=10).finished
@@ -683,7 +683,7 @@ def test_a_straggler_that_never_comes_is_not_waited_for_long(start_hub):
     with fast, slow:
         fast.join()
         slow.join()
-        push(fast, recipe, 0, fabricate(recipe, 0, 0))
+        push(fast, 0, fabricate(recipe, 0, 0))
         assert fast.wait_round(1) == 1
         fast.leave()
         assert hub.join(timeout=10).finished

@@ -18,7 +18,7 @@ def train(client, recipe):
     round_ = client.join().round
     while round_ < recipe.num_rounds:
         client.pull().close()
-        push(client, recipe, round_, fabricate(recipe, client.node, round_))
+        push(client, round_, fabricate(recipe, client.node, round_))
         round_ = client.wait_round(round_ + 1)
 
 
@@ -31,10 +31,10 @@ def test_a_killed_hub_goes_on_with_what_was_committed(start_process, tmp_path):
     zero.join()
     one.join()
     for node, client in enumerate((zero, one)):
-        push(client, recipe, 0, fabricate(recipe, node, 0))
+        push(client, 0, fabricate(recipe, node, 0))
     assert zero.wait_round(1) == 1
     before = pull(zero)[1]
-    push(zero, recipe, 1, fabricate(recipe, 0, 1))
+    push(zero, 1, fabricate(recipe, 0, 1))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(zero.wait_round, 2)  # the client outlives the crash of the hub
         hub.kill()
@@ -42,7 +42,7 @@ def test_a_killed_hub_goes_on_with_what_was_committed(start_process, tmp_path):
         again = start_process(raw, port=port)
         assert one.status()["waiting_for"] == [1]
         assert_same(pull(one)[1], before)
-        push(one, recipe, 1, fabricate(recipe, 1, 1))
+        push(one, 1, fabricate(recipe, 1, 1))
         assert waiting.result(timeout=20) == 2
     expected = next_state(recipe, before, {node: fabricate(recipe, node, 1) for node in (0, 1)})
     assert_same(pull(zero, 1)[1], {name: t for name, t in expected.items() if not owned_by_node_0(name)})
@@ -66,7 +66,7 @@ def test_signals_stop_it_cleanly(start_process, tmp_path, number):
     hub = start_process(raw_recipe())
     client = hub.client(0)
     client.join()
-    push(client, hub.recipe, 0, fabricate(hub.recipe, 0, 0))
+    push(client, 0, fabricate(hub.recipe, 0, 0))
     hub.process.send_signal(number)
     assert hub.end() == 0
     assert hub.output.endswith("hub stopped at round 0\n")
@@ -92,7 +92,7 @@ def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):
     clients = [hub.client(node) for node in (0, 1)]
     for client in clients:
         client.join()
-    push(clients[1], hub.recipe, 0, fabricate(hub.recipe, 1, 0))
+    push(clients[1], 0, fabricate(hub.recipe, 1, 0))
     runner = CliRunner()
     text = runner.invoke(status_command, ["--hub", hub.address]).output
     assert "fabricated: round 0/4  step 0/40  merges 0" in text

@@ -34,7 +34,7 @@ def test_one_node_that_synchronizes_every_step_is_plain_training_bit_for_bit(sta
     for step in range(5):
         local_step(recipe, 0, step, plain, plain_optimizer)
         local_step(recipe, 0, step, mine, optimizer)
-        push(client, recipe, step, {name: parameter.data for name, parameter in mine.items()})
+        push(client, step, {name: parameter.data for name, parameter in mine.items()})
         client.wait_round(step + 1)
         take(mine, pull(client, step)[1])
         assert_same({name: p.data for name, p in mine.items()}, {name: p.data for name, p in plain.items()})
@@ -64,7 +64,7 @@ def test_all_owning_all_with_nesterov_is_diloco(start_hub, connect, wire):
             for step in range(2):
                 local_step(recipe, node, 2 * round_ + step, *workers[node])
                 local_step(recipe, node, 2 * round_ + step, *nodes[node])
-            push(clients[node], recipe, round_, {name: p.data for name, p in nodes[node][0].items()})
+            push(clients[node], round_, {name: p.data for name, p in nodes[node][0].items()})
         for name, parameter in world.items():
             parameter.grad = sum(parameter.data - worker[name].data for worker, _ in workers) / 2
         sgd.step()

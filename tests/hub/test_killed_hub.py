@@ -21,7 +21,7 @@ def test_a_hub_killed_while_it_writes_a_state_and_while_it_sends_one_loses_nothi
     line = Relay(hub.address)
     with HubClient.for_recipe(recipe, line.address, 0, access=Access(TOKEN)) as client:
         client.join()
-        push(client, recipe, 0, trained := fabricate(recipe, 0, 0))
+        push(client, 0, trained := fabricate(recipe, 0, 0))
         until(lambda: list(rounds.glob("*000001*")), 60)  # begun: .000001.partial-…; on a fast disk done
         hub.kill()
         hub = start_process(raw, port=port)

@@ -43,7 +43,7 @@ def test_a_node_has_few_uploads_at_a_time_and_others_are_not_held_up(start_hub, 
         stub.Push(stalled_push(zero, recipe, 0, go_on, "one more"), timeout=20)
     assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert isinstance(error_of(refused.value, "h"), BusyError)
-    push(one, recipe, 0, fabricate(recipe, 1, 0))
+    push(one, 0, fabricate(recipe, 1, 0))
     go_on.set()
     assert not stalled[0].result(20).repeated or not stalled[1].result(20).repeated
     assert zero.wait_round(1) == 1
@@ -72,7 +72,7 @@ def test_pushes_that_never_say_who_they_are_do_not_hold_up_the_hub(start_hub, co
     for call in calls:
         call.cancel()
     never.set()
-    push(client, recipe, 0, fabricate(recipe, 0, 0))  # tries again until there is room
+    push(client, 0, fabricate(recipe, 0, 0))  # tries again until there is room
     assert client.wait_round(1) == 1
 
 
@@ -112,8 +112,8 @@ def test_a_node_may_not_claim_more_tokens_than_anybody_trains_on(start_hub, conn
     client.join()
     most, trained = 10 * 16 * (1 << 16), fabricate(recipe, 0, 0)
     with pytest.raises(HubRefusedError, match=rf"'tokens': {most + 1} tokens are more than .* \({most} at most"):
-        push(client, recipe, 0, trained, most + 1)
-    push(client, recipe, 0, trained, most)
+        push(client, 0, trained, most + 1)
+    push(client, 0, trained, most)
     assert client.wait_round(1) == 1
     assert client.status()["rounds"][1]["tokens"] == most
 
@@ -135,7 +135,7 @@ def test_a_header_that_is_longer_than_its_names_need_is_not_read(start_hub, conn
     client = connect(start_hub(recipe), 0)
     client.join()
     pull(client)
-    push(client, recipe, 0, fabricate(recipe, 0, 0))
+    push(client, 0, fabricate(recipe, 0, 0))
     assert client.wait_round(1) == 1
     padding = {"padding": "x" * client._bounds.header}
     monkeypatch.setattr(outgoing_module, "payload_header", lambda forms: payload_header(forms, padding))

@@ -36,7 +36,7 @@ def two_rounds(recipe, start_hub, state, *, damaged):
             client.join()
             client.pull().close()
         for round_ in (0, 1):
-            push(zero, recipe, round_, fabricate(recipe, 0, round_))
+            push(zero, round_, fabricate(recipe, 0, round_))
             waiting = pool.submit(zero.wait_round, round_ + 1)
             if round_ == 0:
                 hub.stop()
@@ -45,7 +45,7 @@ def two_rounds(recipe, start_hub, state, *, damaged):
                 hub = start_hub(recipe, state)
                 line.target = hub.address
                 until(lambda hub=hub: hub.run.rounds.waiting_for() == [1], 30)
-            push(one, recipe, round_, fabricate(recipe, 1, round_))
+            push(one, round_, fabricate(recipe, 1, round_))
             assert waiting.result(timeout=30) == round_ + 1
             for client in (zero, one):
                 client.wait_round(round_ + 1)
@@ -74,7 +74,7 @@ def test_a_node_that_has_it_no_more_is_told_and_may_push_what_it_trains_anew(sta
     before, one = connect(hub, 0), connect(hub, 1)
     before.join()
     one.join()
-    push(before, recipe, 0, fabricate(recipe, 0, 0))
+    push(before, 0, fabricate(recipe, 0, 0))
     line = Relay(hub.address)
     with HubClient.for_recipe(recipe, line.address, 0) as again, ThreadPoolExecutor() as pool:
         assert again.join().pushed
@@ -87,11 +87,11 @@ def test_a_node_that_has_it_no_more_is_told_and_may_push_what_it_trains_anew(sta
             waiting.result(timeout=30)
         assert not again.join().pushed
         other = fabricate(recipe, 0, 0, salt="anew")
-        push(again, recipe, 0, other)
+        push(again, 0, other)
         ones = fabricate(recipe, 1, 0)
         with HubClient.for_recipe(recipe, hub.address, 1) as one:
             one.join()
-            push(one, recipe, 0, ones)
+            push(one, 0, ones)
         assert again.wait_round(1) == 1
         assert_same(pull(again)[1], next_state(recipe, initial, {0: other, 1: ones}))
 
@@ -104,8 +104,8 @@ def test_one_that_only_watches_waits_on(start_hub, connect):
     one.join()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(watching.wait_round, 1)
-        push(one, recipe, 0, fabricate(recipe, 1, 0))
+        push(one, 0, fabricate(recipe, 1, 0))
         with HubClient.for_recipe(recipe, hub.address, 0) as trains:
             trains._caller.session = watching._caller.session
-            push(trains, recipe, 0, fabricate(recipe, 0, 0))
+            push(trains, 0, fabricate(recipe, 0, 0))
         assert waiting.result(timeout=30) == 1

@@ -28,10 +28,10 @@ def test_an_update_above_the_bound_is_refused_with_its_norm_and_one_below_is_tak
     client.join()
     state = pull(client)[1]
     with pytest.raises(PayloadError, match=r"its update has the norm 2\.00\d*, and spes\.max_update_norm is 2"):
-        push(client, recipe, 0, trained(recipe, 0, state, 2.001))
+        push(client, 0, trained(recipe, 0, state, 2.001))
     assert list((tmp_path / "state/pushes/000000").iterdir()) == []
     assert client.status()["waiting_for"] == [0, 1]
-    push(client, recipe, 0, trained(recipe, 0, state, 1.999))
+    push(client, 0, trained(recipe, 0, state, 1.999))
     status = client.status()
     assert status["waiting_for"] == [1]
     assert status["nodes"][0]["update_norm"] == pytest.approx(1.999, rel=1e-4)

@@ -26,7 +26,7 @@ def test_the_hub_ends_before_it_commits_what_is_not_finite(start_hub, connect, t
     pull(client)
     tensors = fabricate(recipe, 0, 0)
     tensors[NAME] = torch.full_like(tensors[NAME], value)
-    push(client, recipe, 0, tensors)
+    push(client, 0, tensors)
     with pytest.raises(SpesError, match=r"the new state of .* would have NaN or infinite values"):
         client.wait_round(1)
     assert "would have NaN" in str(hub.join().error)

@@ -82,5 +82,5 @@ def test_failures_of_a_wait_with_answers_in_between_are_not_one_long_failure(sta
                 break
         else:
             pytest.fail("all failures were counted together")
-        push(client, recipe, 0, fabricate(recipe, 0, 0))
+        push(client, 0, fabricate(recipe, 0, 0))
         assert waiting.result(timeout=30) == 1

@@ -51,7 +51,7 @@ def test_nodes_with_their_own_keys_make_a_round_and_a_watcher_sees_it(start_hub,
     clients = [connect(hub, node, access=access_of(keys / f"node-{node}")) for node in (0, 1)]
     for node, client in enumerate(clients):
         client.join()
-        push(client, recipe, 0, fabricate(recipe, node, 0))
+        push(client, 0, fabricate(recipe, node, 0))
     assert clients[0].wait_round(1) == 1
     assert read_status(hub.address, access_of(keys / "watch"), 20)["round"] == 1
 
@@ -65,14 +65,14 @@ def test_a_node_of_which_nothing_is_left_comes_back_with_the_same_keys(start_hub
     first.close()
     again = connect(hub, 0, access=access_of(keys / "node-0"))
     assert again.join().round == 0
-    push(again, recipe, 0, fabricate(recipe, 0, 0))
+    push(again, 0, fabricate(recipe, 0, 0))
     assert again.wait_round(1) == 1
 
 
 def assert_refused(hub, access, message, node=0):
     client = HubClient.for_recipe(hub.recipe, hub.address, node, access=access)
     with client:
-        for call in (client.join, client.pull, lambda: push(client, hub.recipe, 0, fabricate(hub.recipe, node, 0))):
+        for call in (client.join, client.pull, lambda: push(client, 0, fabricate(hub.recipe, node, 0))):
             with pytest.raises(HubRefusedError, match=message):
                 call()
 

@@ -50,7 +50,7 @@ def pushed(hub, tensors):
 def test_a_push_that_is_cut_goes_on_where_it_stopped(line, tensors):
     hub, relay, client = line
     relay.cut_after("up", CUT_BYTES)
-    push(client, hub.recipe, 0, tensors)
+    push(client, 0, tensors)
     pushed(hub, tensors)
     size = payload_bytes(tensors)
     assert relay.passed["up"] < size + SLACK_BYTES
@@ -79,7 +79,7 @@ def test_a_push_that_is_cut_again_and_again_still_comes_to_its_end(line, tensors
     relay.bytes_per_s = 16 << 20
     with ThreadPoolExecutor() as pool:
         cutting = pool.submit(cut_thrice)
-        push(client, hub.recipe, 0, tensors)
+        push(client, 0, tensors)
         cutting.result()
     pushed(hub, tensors)
     assert relay.passed["up"] < payload_bytes(tensors) + 3 * SLACK_BYTES
@@ -98,7 +98,7 @@ def test_a_transfer_that_is_begun_again_may_have_other_chunk_sizes(line, tensors
         return take(self, attempt, frame)
 
     monkeypatch.setattr(partials_module.Upload, "take", change_size)
-    push(client, hub.recipe, 0, tensors)
+    push(client, 0, tensors)
     assert changed
     pushed(hub, tensors)
 
@@ -107,7 +107,7 @@ def test_a_push_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hu
     hub, relay, client = line
     relay.bytes_per_s = 8 << 20
     with ThreadPoolExecutor() as pool:
-        pushing = pool.submit(push, client, hub.recipe, 0, tensors)
+        pushing = pool.submit(push, client, 0, tensors)
         while relay.passed["up"] < CUT_BYTES // 2:
             time.sleep(0.01)
         hub.stop()
@@ -144,7 +144,7 @@ def test_a_pull_begins_anew_if_the_hub_has_another_state_meanwhile(line, tensors
                 closed.append(begin)
                 with HubClient(hub.address, 0, hub.recipe.digest()) as other:
                     other._caller.session = client._caller.session
-                    push(other, hub.recipe, 0, tensors)
+                    push(other, 0, tensors)
                     other.wait_round(1)
                 relay.cut()
 
@@ -167,7 +167,7 @@ def test_a_line_that_is_silent_for_long_is_given_up_and_taken_up_again(start_hub
     with client, ThreadPoolExecutor() as pool:
         client.join()
         relay.bytes_per_s = 8 << 20
-        pushing = pool.submit(push, client, recipe, 0, tensors)
+        pushing = pool.submit(push, client, 0, tensors)
         while relay.passed["up"] < CUT_BYTES // 2:
             time.sleep(0.01)
         relay.silence()
@@ -184,7 +184,7 @@ def test_a_late_and_slow_line_carries_both_ways(line, tensors):
     relay.delay_s = 0.005
     state = pull(client)[1]
     assert_same(state, read_state(hub.state / "rounds/000000"))
-    push(client, hub.recipe, 0, tensors)
+    push(client, 0, tensors)
     pushed(hub, tensors)
 
 
@@ -235,7 +235,7 @@ def test_a_file_of_the_client_is_used_again_when_its_state_was_closed(line, tens
     assert_same(dict(second), initial)
     first.close()
     first.close()
-    push(client, hub.recipe, 0, tensors)
+    push(client, 0, tensors)
     with pytest.raises(ValueError, match="this state was closed"):
         first.read("model.norm.weight")
     pushed(hub, tensors)
@@ -250,7 +250,7 @@ def test_a_push_is_written_over_that_of_the_round_before(line, tensors, monkeypa
     def staged():
         return {path.name: path.stat().st_ino for path in (hub.state / "pushes").rglob("*.*")}
 
-    push(client, hub.recipe, 0, tensors)
+    push(client, 0, tensors)
     pushed(hub, tensors)
     ((spare, inode),) = staged().items()
     assert spare.endswith(".spare"), "nothing has the name of a push before its own bytes are there"
@@ -263,7 +263,7 @@ def test_a_push_is_written_over_that_of_the_round_before(line, tensors, monkeypa
 
     monkeypatch.setattr(partials_module.Upload, "take", watched)
     others = fabricate(hub.recipe, 0, 1)
-    push(client, hub.recipe, 1, others)
+    push(client, 1, others)
     assert seen == {"part"}
     assert hub.run.rounds.wait_round(2, 30) == 2
     assert_same(read_state(hub.state / "rounds/000002"), others)

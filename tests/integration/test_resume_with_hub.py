@@ -88,8 +88,7 @@ class Setting:
         with self.other.pull() as state:
             names = pushed_names(state.shapes, EVERYONE, 1, expert_of)
             values = ((n, state.read(n) + 1) for n in names)
-            alone = private_names(names, EVERYONE, 1, expert_of)
-            self.other.push(round_, {n: state.shapes[n] for n in names}, values, 1, alone)
+            self.other.push(round_, {n: state.shapes[n] for n in names}, values, 1)
 
 
 @pytest.fixture
@@ -215,7 +214,7 @@ def held_by_the_hub(run, node):
     with HubClient.for_recipe(run.recipe, run.hub.address, 0) as client:
         client.join()
         with client.pull() as state:
-            return {name: state.read(name) for name in node.source._alone(state.shapes)}
+            return {name: state.read(name) for name in private_names(state.shapes, EVERYONE, 0, expert_of)}
 
 
 def assert_close(found, expected):
@@ -235,9 +234,7 @@ def test_what_pushes_lost_is_made_up_for_after_a_restart_in_the_same_round(setti
     node.save()
     again = run.node()
     assert again.at == node.at
-    alone = set(again.source._alone(again.model.shapes))
-    # its own values have in them what was lost of what it alone trains, and they are all that is compared with the hub
-    assert equal(lost_by(again), {name: values for name, values in lost.items() if name not in alone})
+    assert equal(lost_by(again), lost)
     again.train(3)
     trained = again.masters()
     exchange(run, again)
@@ -260,9 +257,8 @@ def test_what_pushes_lost_is_made_up_for_after_a_restart_in_the_next_round(setti
     again.train(4)
     trained = again.masters()
     exchange(run, again)
-    found, still_lost = held_by_the_hub(run, again), lost_by(again)
-    expected = {name: trained[name] + lost[name] for name in found}
-    assert_close({name: found[name] + still_lost[name] for name in found}, expected)
+    found, lost = held_by_the_hub(run, again), lost_by(again)
+    assert_close({name: found[name] + lost[name] for name in found}, trained)
 
 
 def test_what_a_later_push_has_made_up_for_is_not_sent_twice(setting):

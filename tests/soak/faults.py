@@ -56,7 +56,7 @@ class Faults:
         tensors = fabricate(node.recipe, node.node, 0)
         tensors["model.norm.weight"][0] = float("nan")
         with node.impostor() as client:
-            push(client, node.recipe, self._hub.round(), tensors)
+            push(client, self._hub.round(), tensors)
 
     def stray_pushes(self, node):
         size = sum(torch.Size(t.shape).numel() for t in fabricate(node.recipe, node.node, 0).values()) * 4 + 1000

@@ -75,7 +75,7 @@ class Node(threading.Thread):
             time.sleep(self._random.uniform(0, TRAINING_S))
             mine = {name: state[name] + 0.1 * step for name, step in fabricate(self.recipe, self.node, round_).items()}
             try:
-                push(client, self.recipe, round_, mine)
+                push(client, round_, mine)
             except StaleRoundError:
                 client.wait_round(round_ + 1)
                 round_, state = pull(client)
