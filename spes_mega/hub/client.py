@@ -157,6 +157,7 @@ class HubClient:
         if (replica := self._replica) is None:
             opening, payload, give_back = self._download(have_round)
             return Pulled(opening, payload.shapes, opening.full, payload.read, give_back)
+        replica.settle()
         opening, payload, give_back = self._download(replica.round)
         try:
             knows = not opening.full and have_round == replica.round == replica.pushed_round
@@ -165,13 +166,8 @@ class HubClient:
             give_back()
             raise
 
-        def close() -> None:
-            try:
-                replica.settle()
-            finally:
-                give_back()
-
-        return Pulled(opening, payload.shapes if knows else replica.shapes, not knows, replica.read, close)
+        shapes = payload.shapes if knows else replica.shapes
+        return Pulled(opening, shapes, not knows, replica.read, lambda: replica.settle_behind(give_back))
 
     def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload, Callable[[], None]]:
         """The payload, and what gives its file back."""

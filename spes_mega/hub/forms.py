@@ -81,11 +81,11 @@ def state_bounds(shapes: Shapes, down: CodecOf) -> Bounds:
 
 
 def row_slices(shape: Shape, row_bytes_factor: int = 1, budget: int = SLICE_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of slices of rows of at most `budget` fp32 bytes each (or one row), all experts together.
+    """(start, stop) of equal slices of about `budget` fp32 bytes (at most half more, or one row), all experts together.
 
     A tensor of one axis is one row.
     """
-    row_bytes = math.prod(shape[1:]) * 4 * row_bytes_factor
-    rows = max(1, budget // max(1, row_bytes)) if len(shape) > 1 else shape[0]
+    count = round(math.prod(shape) * 4 * row_bytes_factor / budget) if len(shape) > 1 else 1
+    rows = max(1, math.ceil(shape[0] / max(1, count)))
     for start in range(0, shape[0], rows):
         yield start, min(start + rows, shape[0])

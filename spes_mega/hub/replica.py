@@ -5,6 +5,7 @@ Everything lies in unlinked spool files and is read and written by rows, so that
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -85,8 +86,10 @@ class Replica:
         self._residual = _Versions(shapes, directory, self._stack)
         self._arrived: StoredPayload | None = None
         self._coming = 0
-        self._to_apply: dict[str, int] = {}
-        """Tensors of what has arrived, and how many of their rows have been applied."""
+        self._read = False
+        """Whether something was read of what has arrived."""
+        self._worker = ThreadPoolExecutor(1)
+        self._settling: Future[None] | None = None
         self._staged: tuple[list[str], set[str]] = ([], set())
         self._pushed: list[str] = []
         self._kept: set[str] = set()
@@ -131,7 +134,7 @@ class Replica:
         self.pushed_round = round_
 
     def follow(self, payload: StoredPayload, round_: int, full: bool, absent: Collection[int]) -> None:
-        """Go to the state of `round_`: what has come is applied where it is read, and the rest by `settle`.
+        """Go to the state of `round_`: `read` gives what has come already applied, and `settle` keeps it.
 
         `absent` are the nodes that do not take part from it on.
 
@@ -140,37 +143,53 @@ class Replica:
         """
         self._check(payload, round_, full)
         self._private = self._private_of(absent)
-        self._arrived, self._to_apply = payload, dict.fromkeys(payload.forms, 0)
+        self._arrived, self._read = payload, False
         self._coming, self.round = round_, None  # all would be needed again if something goes wrong
 
     def settle(self) -> None:
-        """Apply what has not been read; the payload is not needed any more."""
+        """Write what has come to the files, or wait until that is done; the payload is not needed any more.
+
+        Raises CheckpointError: the disk is full; the next pull is of everything.
+        """
+        if self._settling is None:
+            self._settle()
+        else:
+            settling, self._settling = self._settling, None
+            settling.result()
+
+    def settle_behind(self, then: Callable[[], None]) -> None:
+        """The same while the node goes on training; `then` is called when it is done."""
+
+        def settle() -> None:
+            try:
+                self._settle()
+            finally:
+                then()
+
+        self._settling = self._worker.submit(settle)
+
+    def _settle(self) -> None:
         if self._arrived is None:
             return
-        for name in list(self._to_apply):
-            for _ in self._apply(name):
-                pass
-        self._arrived, self.round = None, self._coming
+        try:
+            for name in self._arrived.forms:
+                for start, rows in self._applied(self._arrived, name):
+                    self._weights.write(name, start, rows)
+            self.round = self._coming
+        finally:
+            self._arrived = None
 
-    def _apply(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(start, new rows) of a tensor, which are also written to the file."""
-        assert self._arrived is not None, "there is something to apply"
-        payload = self._arrived
+    def _applied(self, payload: StoredPayload, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(start, new rows) of a tensor that has come."""
         shape, codec = payload.forms[name]
         for start, stop in row_slices(shape):
-            if start < self._to_apply[name]:  # whoever read it before was interrupted
-                yield start, self._weights.rows(name, start, stop)
-                continue
             if codec.lossless:
                 rows = payload.read_rows(name, start, stop)
                 if name in self._private and name in self._residual.names:
                     rows.add_(self._residual.rows(name, start, stop))
             else:
                 payload.add_rows(name, start, stop, rows := self._weights.rows(name, start, stop))
-            self._weights.write(name, start, rows)
-            self._to_apply[name] = stop
             yield start, rows
-        del self._to_apply[name]
 
     def _check(self, payload: StoredPayload, round_: int, full: bool) -> None:
         for name, (shape, codec) in payload.forms.items():
@@ -190,11 +209,17 @@ class Replica:
 
     def read(self, name: str) -> Tensor:
         """A tensor as the node begins the round with it, fp32."""
-        if name not in self._to_apply:
-            return self._weights.rows(name, 0, self.shapes[name][0])
-        tensor = torch.empty(self.shapes[name])
-        for start, rows in self._apply(name):
+        shape = self.shapes[name]
+        if self._arrived is None or name not in self._arrived.forms:
+            return self._weights.rows(name, 0, shape[0])
+        self._read = True
+        tensor: Tensor | None = None
+        for start, rows in self._applied(self._arrived, name):
+            if len(rows) == shape[0]:
+                return rows
+            tensor = torch.empty(shape) if tensor is None else tensor
             tensor[start : start + len(rows)] = rows
+        assert tensor is not None, "a tensor has rows"
         return tensor
 
     def save_residual(self, path: Path) -> None:
@@ -211,7 +236,7 @@ class Replica:
 
         Raises PayloadError: it is not of this model, or damaged.
         """
-        if self.round is not None or (self._arrived and self._to_apply != dict.fromkeys(self._arrived.forms, 0)):
+        if self.round is not None or self._read:
             raise ValueError("what earlier pushes lost is part of the state, of which something was read already")
         payload = StoredPayload.open(path, str(path))
         try:
@@ -227,4 +252,5 @@ class Replica:
 
     def close(self) -> None:
         """Free the spool files."""
+        self._worker.shutdown()
         self._stack.close()
