@@ -68,7 +68,7 @@ class Outgoing:
                 continue
             read = self._state.exact if part is Part.EXACT else self._state.rows
             shape = self._state.shape(name)
-            for start, stop in row_slices(shape, budget=at_once):
+            for start, stop in row_slices(shape, budget=at_once * 2 // 3):  # at most half more
                 size = byte_count(torch.float32, (stop - start, *shape[1:]))
                 yield Piece(size, partial(_bytes, read, name, start, stop))
 
