@@ -6,6 +6,7 @@ round, pulls, takes over what came, and prints `done` and a line of figures; at 
 
 import json
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -57,6 +58,22 @@ class FabricatedWeights:
         return total
 
 
+class Behind:
+    """CPU time of all threads but this one, which goes through the rounds."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self._began = self._spent()
+
+    def seconds(self) -> float:
+        return self._spent() - self._began
+
+    def _spent(self) -> float:
+        return time.process_time() - time.thread_time()
+
+
 def main(folder: Path, address: str, node: int) -> None:
     torch.set_num_threads(1)
     recipe = parsed(yaml.safe_load((folder / "recipe.yaml").read_text()))
@@ -68,19 +85,21 @@ def main(folder: Path, address: str, node: int) -> None:
             weights.take(pulled)
             round_ = pulled.round
         print(json.dumps({"idle_rss_bytes": idle, "held_bytes": weights.numbers.nbytes}), flush=True)
+        behind = Behind()
         for line in map(str.strip, sys.stdin):
             if line == "train":
                 weights.train(node)
                 reset_peak_rss()
                 print("trained", flush=True)
             elif line == "exchange":
-                round_ = exchange(client, recipe, weights, round_)
+                round_ = exchange(client, recipe, weights, round_, behind)
             elif line == "end":
                 client.leave()
 
 
-def exchange(client: HubClient, recipe: Recipe, weights: FabricatedWeights, round_: int) -> int:
+def exchange(client: HubClient, recipe: Recipe, weights: FabricatedWeights, round_: int, behind: Behind) -> int:
     """One round's synchronization; prints `done` as soon as the next state is there, and then its figures."""
+    behind_cpu_s = behind.seconds()
     up, down = client.bytes_up, client.bytes_down
     owned = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
     mine = pushed_names(weights.tensors, owned, client.node, expert_of)
@@ -90,9 +109,11 @@ def exchange(client: HubClient, recipe: Recipe, weights: FabricatedWeights, roun
     with client.pull(round_) as pulled:
         weights.take(pulled)
     print("done", flush=True)
+    behind.begin()
     figures = {
         "bytes_up": client.bytes_up - up,
         "bytes_down": client.bytes_down - down,
+        "behind_cpu_s": behind_cpu_s,
         "peak_rss_bytes": peak_rss_bytes(),
         "checksum": None if weights.overlap else weights.checksum(),
     }
