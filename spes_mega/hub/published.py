@@ -8,6 +8,7 @@
 The last three are there only where the recipe asks for a lossy codec down, or for momentum.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -151,7 +152,7 @@ class Publisher:
 
 def _finite(name: str, rows: Tensor) -> Tensor:
     """Pushes are finite, but their mean times a learning rate, or what a codec makes of it, need not be."""
-    if rows.sum().isfinite():  # what is not finite stays so in a sum, which takes a third of the time
+    if math.isfinite(rows.sum().item()):  # what is not finite stays so in a sum, which takes a third of the time
         return rows
     low, high = rows.aminmax()
     if not (low.isfinite() and high.isfinite()):

@@ -5,6 +5,7 @@ Shapes use H hidden_size, A num_heads * head_dim, K num_kv_heads * head_dim, F F
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from spes_mega.layout.families import FAMILIES
@@ -53,6 +54,7 @@ def router_name(layer: int) -> str:
     return f"model.layers.{layer}.mlp.gate.weight"
 
 
+@lru_cache(1 << 16)
 def expert_of(name: str) -> ExpertKey | None:
     """The expert that a canonical name belongs to; None for a shared tensor."""
     match = _EXPERT.fullmatch(name)

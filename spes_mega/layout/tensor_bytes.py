@@ -3,7 +3,6 @@
 import errno
 import os
 
-import numpy as np
 import torch
 
 from spes_mega.errors import CheckpointError, NoSpaceError
@@ -19,7 +18,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype is torch.bfloat16:  # numpy does not know it
         tensor = tensor.view(torch.int16)
     assert tensor.is_contiguous(), "a copy would take what is written"
-    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    view = tensor.detach().numpy().data
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def read_tensor(fd: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> torch.Tensor:
