@@ -42,7 +42,7 @@ from spes_mega.hub.published import BESIDE, Published
 from spes_mega.hub.room import noticing_full
 from spes_mega.hub.state_folder import PARTS, check_own
 from spes_mega.hub.terms import Terms
-from spes_mega.layout.checksums import CHECKSUMS, check_files
+from spes_mega.layout.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
 
@@ -124,7 +124,9 @@ class Store:
     def check_state(self, round_: int) -> None:
         """Raises StoreError naming the first damaged file of a state, and what can be done."""
         try:
-            check_files(self.round_dir(round_))
+            checked = check_files(directory := self.round_dir(round_))
+            require((file.name for file in directory.glob("*.safetensors")), checked, directory)
+            require(("round.json", "config.json"), checked, directory)
             self.open_state(round_).close()
         except CheckpointError as e:
             raise StoreError(f"{e}. {self._advice(round_)}") from e

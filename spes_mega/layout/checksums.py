@@ -6,7 +6,7 @@ because rows of several tensors are written in turn. Any other file's is that of
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import xxhash
@@ -79,6 +79,13 @@ def check_files(directory: Path) -> frozenset[str]:
             raise CheckpointError(f"{directory / file}: damaged: its checksum is {found}, and was {checksum}")
         checked.add(file)
     return frozenset(checked)
+
+
+def require(files: Iterable[str], checked: Collection[str], directory: Path) -> None:
+    """Raises CheckpointError: one of `files` has no checksum, so that nobody knows whether it is whole."""
+    for file in files:
+        if file not in checked:
+            raise CheckpointError(f"{directory / CHECKSUMS}: damaged: it has no checksum of {file}")
 
 
 def _of_safetensors(fd: int, source: str, known: Callable[[str, TensorSpec], bytes | None]) -> str:

@@ -13,8 +13,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout.checksums import require
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
-from spes_mega.node.checkpoint_files import Shelf, read_state, require
+from spes_mega.node.checkpoint_files import Shelf, read_state
 from spes_mega.node.data import DataIdentity, NodeData
 from spes_mega.node.moments import KEYS, Moments
 from spes_mega.node.weight_source import Position

@@ -12,14 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.checksums import CHECKSUMS, TensorChecksums, check_files, checksum_of
+from spes_mega.layout.checksums import CHECKSUMS, TensorChecksums, check_files, checksum_of, require
 from spes_mega.layout.safetensors_format import Specs, pack_header
 from spes_mega.layout.tensor_bytes import bytes_of, write_tensor
 from spes_mega.layout.write_behind import WriteBehind
@@ -93,13 +93,6 @@ def read_state(directory: Path) -> tuple[dict[str, Any], frozenset[str]]:
         raise CheckpointError(f"{directory / STATE}: missing or damaged: not a checkpoint of a node?")
     require((STATE,), checked := check_files(directory), directory)
     return json.loads((directory / STATE).read_text(encoding="utf-8")), checked
-
-
-def require(files: Iterable[str], checked: Collection[str], directory: Path) -> None:
-    """Raises CheckpointError: one of `files` has no checksum, so that nobody knows whether it is whole."""
-    for file in files:
-        if file not in checked:
-            raise CheckpointError(f"{directory / CHECKSUMS}: damaged: it has no checksum of {file}")
 
 
 class Shelf:

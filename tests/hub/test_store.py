@@ -206,6 +206,17 @@ def flip(path, at):
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "round.json"])
+def test_a_file_whose_checksum_is_missing_is_damaged(store, recipe, file):
+    commit_next(store, recipe)
+    path = store.round_dir(1) / "checksums.json"
+    sums = json.loads(path.read_text())
+    del sums[file]
+    path.write_text(json.dumps(sums))
+    with pytest.raises(StoreError, match=f"checksums.json: damaged: it has no checksum of {file}.*round 0 is whole"):
+        store.check_state(1)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "round.json", "checksums.json"])
 def test_a_bit_that_flipped_in_a_state_is_found_and_the_way_back_is_named(store, recipe, file):
     commit_next(store, recipe)
