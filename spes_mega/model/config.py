@@ -133,7 +133,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
         "bias_activation_fusion": on_cuda,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": True,  # by rope.py
         "gradient_accumulation_fusion": False,
         "moe_permute_fusion": False,
         "persist_layer_norm": False,

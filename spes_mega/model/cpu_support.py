@@ -1,7 +1,7 @@
 """What Megatron-Core lacks on a host without CUDA, or without Transformer Engine.
 
 The megatron-core releases 0.16.1 to 0.19.x take a GPU for granted in a few places. `prepare_megatron` closes
-those gaps; where CUDA and Transformer Engine exist it changes nothing. (The third gap, the all-to-all token
+those gaps, and has queries and keys rotated by `rope.py`. (The third gap, the all-to-all token
 dispatcher that makes CUDA streams, is avoided by configuration: see `config.py`.) `stay_on_cpu` is for models that are
 wanted on the CPU of a host with CUDA.
 """
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from spes_mega.model.rope import apply_rotary
+
 # What Megatron says of its optional packages on import, and of its own defaults; none is a fault of the user's.
 _EXPECTED_WARNINGS = ("Apex is not installed", "Transformer Engine", "full scope is deprecated")
 
@@ -27,6 +29,8 @@ def prepare_megatron() -> None:
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         random = importlib.import_module("megatron.core.tensor_parallel.random")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope_utils.fused_apply_rotary_pos_emb = apply_rotary  # type: ignore[attr-defined]
     if not torch.cuda.is_available():
         _keep_no_gpu_random_state(random)
     if not hasattr(moe_utils, "te_general_gemm"):

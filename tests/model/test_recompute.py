@@ -50,7 +50,7 @@ def test_gradients_counts_and_losses_are_the_same_with_and_without(model, recomp
     assert gradients.keys() == gradients_.keys()
     for name in gradients:
         # where three gradients meet, they may be summed in another order
-        assert (gradients[name] - gradients_[name]).norm() <= 1e-6 * gradients[name].norm(), name
+        assert (gradients[name] - gradients_[name]).norm() <= 5e-6 * gradients[name].norm(), name
     assert torch.equal(counts, counts_)
     assert router == router_
     if model.is_moe:
