@@ -158,16 +158,24 @@ class HubClient:
             opening, payload, give_back = self._download(have_round)
             return Pulled(opening, payload.shapes, opening.full, payload.read, give_back)
         replica.settle()
-        opening, payload, give_back = self._download(replica.round)
+        base = replica.round
+        opening, payload, give_back = self._download(base)
         try:
-            knows = not opening.full and have_round == replica.round == replica.pushed_round
             replica.follow(payload, opening.round, opening.full, opening.absent)
+        except PayloadError as e:
+            give_back()
+            if opening.full:
+                raise
+            # Such as after a push that the hub has lost, and without which it has closed the round.
+            self._say(f"hub at {self.address}: {e}; pulling all of the state")
+            replica.round = None
+            return self.pull()
         except BaseException:
             give_back()
             raise
-
+        knows = not opening.full and have_round == base == replica.pushed_round
         shapes = payload.shapes if knows else replica.shapes
-        return Pulled(opening, shapes, not knows, replica.read, lambda: replica.settle_behind(give_back))
+        return Pulled(opening, shapes, not knows, replica.read, lambda: replica.settle_behind(payload, give_back))
 
     def _download(self, have_round: int | None) -> tuple[pb.PullOpening, StoredPayload, Callable[[], None]]:
         """The payload, and what gives its file back."""

@@ -85,7 +85,7 @@ class Replica:
         """As published; of what is private, as the node began the round."""
         self._residual = _Versions(shapes, directory, self._stack)
         self._arrived: StoredPayload | None = None
-        self._coming = 0
+        self._coming: int | None = 0
         self._read = False
         """Whether something was read of what has arrived."""
         self._worker = ThreadPoolExecutor(1)
@@ -144,7 +144,9 @@ class Replica:
         self._check(payload, round_, full)
         self._private = self._private_of(absent)
         self._arrived, self._read = payload, False
-        self._coming, self.round = round_, None  # all would be needed again if something goes wrong
+        self.round = None  # all would be needed again if something goes wrong
+        # With a push for the open round this node is past its state already: what that push lost is of the next one.
+        self._coming = None if round_ == self.pushed_round else round_
 
     def settle(self) -> None:
         """Write what has come to the files, or wait until that is done; the payload is not needed any more.
@@ -154,11 +156,18 @@ class Replica:
         if self._settling is None:
             self._settle()
         else:
-            settling, self._settling = self._settling, None
-            settling.result()
+            settling = self._settling
+            try:
+                settling.result()
+            finally:
+                if settling.done():  # else a signal came in between
+                    self._settling = None
 
-    def settle_behind(self, then: Callable[[], None]) -> None:
-        """The same while the node goes on training; `then` is called when it is done."""
+    def settle_behind(self, payload: StoredPayload, then: Callable[[], None]) -> None:
+        """The same while the node goes on training, and then call `then`; only that if `payload` is settled already."""
+        if self._arrived is not payload:
+            then()
+            return
 
         def settle() -> None:
             try:
@@ -169,11 +178,11 @@ class Replica:
         self._settling = self._worker.submit(settle)
 
     def _settle(self) -> None:
-        if self._arrived is None:
+        if (arrived := self._arrived) is None:
             return
         try:
-            for name in self._arrived.forms:
-                for start, rows in self._applied(self._arrived, name):
+            for name in arrived.forms:
+                for start, rows in self._applied(arrived, name):
                     self._weights.write(name, start, rows)
             self.round = self._coming
         finally:
@@ -195,7 +204,7 @@ class Replica:
         for name, (shape, codec) in payload.forms.items():
             if shape != self.shapes.get(name):
                 raise PayloadError(f"state of round {round_}: {name} of shape {shape} was not expected")
-            if not codec.lossless and (full or name in self._kept or codec is not self._terms.down(name)):
+            if not codec.lossless and (full or name in self._private or codec is not self._terms.down(name)):
                 raise PayloadError(f"state of round {round_}: {name} came in {codec.name}, which was not expected")
         if full and (missing := [name for name in self.shapes if name not in payload.forms]):
             raise PayloadError(f"state of round {round_}: {missing[0]} is missing")
@@ -253,4 +262,5 @@ class Replica:
     def close(self) -> None:
         """Free the spool files."""
         self._worker.shutdown()
+        self._arrived = None
         self._stack.close()
