@@ -10,6 +10,8 @@ if [ $# -lt 3 ]; then
 fi
 recipe=$1 node=$2 hub=$3
 shift 3
+export SPES_MEGA_ATTEMPT  # in all its tries: what --resume says is done once, and then gone on from
+SPES_MEGA_ATTEMPT=$(date +%s)-$$-$RANDOM
 retries=${RETRIES:-3}
 child=
 stopping=

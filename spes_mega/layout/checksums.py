@@ -67,7 +67,7 @@ def check_files(directory: Path) -> frozenset[str]:
     path = directory / CHECKSUMS
     try:
         expected = json.loads(path.read_text(encoding="utf-8")).items()
-    except (OSError, ValueError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{path}: missing or damaged: {e}") from e
     checked = set()
     for file, checksum in expected:

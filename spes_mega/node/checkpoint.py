@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.checksums import require
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
-from spes_mega.node.checkpoint_files import Shelf, read_state
+from spes_mega.node.checkpoint_files import Shelf, read_state, step_of
 from spes_mega.node.data import DataIdentity, NodeData
 from spes_mega.node.moments import KEYS, Moments
 from spes_mega.node.weight_source import Position
@@ -52,8 +52,8 @@ class CheckpointState(_Frozen):
     format: Literal[1] = 1
     identity: Identity
     position: Position
-    owned: tuple[int, ...]
-    steps: dict[str, int]
+    owned: tuple[NonNegativeInt, ...]
+    steps: dict[str, NonNegativeInt]
     """How often Adam has updated each tensor of `moments.safetensors`."""
     residual_round: int | None
     """The round whose push the residual belongs into; None without lossy codecs."""
@@ -113,8 +113,11 @@ class Checkpoint:
     def close(self) -> None:
         self._stack.close()
 
-    def check(self, mine: Identity) -> None:
-        """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which, and what in a recipe."""
+    def check(self, mine: Identity, num_experts: int) -> None:
+        """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which, and what in a recipe.
+
+        Or it speaks of experts that there are not.
+        """
         its = self.state.identity
         fields = "; ".join(_differences(its.agreed, mine.agreed)) if its.agreed and mine.agreed else ""
         set_back = f"set back what differs ({fields})" if fields else "set the fields that are not local back"
@@ -129,6 +132,8 @@ class Checkpoint:
                     f"{self.path}: a checkpoint {what.format(theirs)}, but this is one {what.format(own)}: {cure}, "
                     "or begin anew with --resume never"
                 )
+        if unknown := [expert for expert in self.state.owned if expert >= num_experts]:
+            raise CheckpointError(f"{self.path}: damaged: it owns expert {unknown[0]}, of {num_experts}")
 
 
 def _differences(theirs: dict[str, Any], mine: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -148,12 +153,15 @@ def _text(value: Any) -> str:
 def open_checkpoint_directory(path: Path) -> Checkpoint:
     """Raises CheckpointError: `path` is not a checkpoint of a node, or its files are not what was written."""
     raw, checked = read_state(path)
+    named = step_of(path.resolve())  # one that was not written to its end has none, and is swept away
     try:
         state = CheckpointState.model_validate(raw)
     except ValidationError as e:
         fault = e.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
         raise CheckpointError(f"{path}: of another version of spes-mega? {where}: {fault['msg']}") from e
+    if state.position.step != named:
+        raise CheckpointError(f"{path}: a checkpoint of step {state.position.step}: give it back the name of that")
     require((WEIGHTS, MOMENTS, RNG, *((RESIDUAL,) if state.residual_round is not None else ())), checked, path)
     return Checkpoint(path, state)
 

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +26,9 @@ from spes_mega.layout.tensor_bytes import bytes_of, write_tensor
 from spes_mega.layout.write_behind import WriteBehind
 
 STATE = "state.json"
-_NAME = re.compile(r"step-(\d{6,})(\.old)?")
+_NAME = re.compile(r"step-([0-9]{6,})(\.old)?")
 _WRITING = ".writing-"
+_ATTEMPT = "attempt"
 
 
 class TensorFileWriter:
@@ -92,7 +94,10 @@ def read_state(directory: Path) -> tuple[dict[str, Any], frozenset[str]]:
     if not (directory / STATE).is_file():
         raise CheckpointError(f"{directory / STATE}: missing or damaged: not a checkpoint of a node?")
     require((STATE,), checked := check_files(directory), directory)
-    return json.loads((directory / STATE).read_text(encoding="utf-8")), checked
+    try:
+        return json.loads((directory / STATE).read_text(encoding="utf-8")), checked
+    except (ValueError, RecursionError) as e:  # its checksum is that of something that no version has written
+        raise CheckpointError(f"{directory / STATE}: damaged: {e}") from e
 
 
 class Shelf:
@@ -117,8 +122,11 @@ class Shelf:
             raise CheckpointError(f"{path}: cannot make the directory: {e.strerror}") from e
         return path
 
-    def commit(self, written: Path, keep_last: int) -> None:
-        """Make the written directory durable, give it its name, and delete the oldest of those up to its step."""
+    def commit(self, written: Path, keep_last: int | None) -> None:
+        """Make the written directory durable, give it its name, and delete the oldest of those up to its step.
+
+        None for `keep_last` deletes nothing: one that had the name stands behind it. Raises CheckpointError.
+        """
         path = self.folder / written.name.removeprefix(_WRITING)
         old = path.with_name(f"{path.name}.old")
         try:
@@ -131,6 +139,8 @@ class Shelf:
             _sync(self.folder)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot write: {e.strerror}") from e
+        if keep_last is None:
+            return
         shutil.rmtree(old, ignore_errors=True)
         for outdated in [one for one in self.newest_first() if step_of(one) <= step_of(path)][keep_last:]:
             shutil.rmtree(outdated, ignore_errors=True)
@@ -141,26 +151,56 @@ class Shelf:
             if path.name.startswith(_WRITING):
                 shutil.rmtree(path)
 
-    def set_aside(self, after: int) -> Path | None:
-        """Move the checkpoints of steps after `after`, which nobody goes on from, out of the way: to where.
+    def set_aside(self, paths: Iterable[Path]) -> Path | None:
+        """Move checkpoints (`newest_first`) that a run does not go on from to a new folder beside: which.
 
-        Those of an earlier time are deleted.
+        Raises CheckpointError: they cannot be moved.
         """
-        aside = self.folder.with_name(f"{self.folder.name}.old")
-        later = [path for path in self.newest_first() if step_of(path) > after]
-        if not later:
+        others = list(paths)
+        if not others:
             return None
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        for path in later:
-            path.rename(aside / path.name)
+        name = f"{self.folder.name}.old"
+        names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+        aside = next(path for path in map(self.folder.with_name, names) if not os.path.lexists(path))
+        try:
+            aside.mkdir()
+            # The oldest first: a node that is killed meanwhile still finds the newest.
+            for path in reversed(others):
+                path.rename(aside / path.name)
+            for changed in (aside, self.folder, self.folder.parent):
+                _sync(changed)
+        except OSError as e:
+            raise CheckpointError(f"{aside}: cannot move checkpoints there: {e.strerror}") from e
         return aside
+
+    def attempt(self) -> str | None:
+        """What `begin_attempt` has written, if it has."""
+        try:
+            return (self.folder / _ATTEMPT).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+
+    def begin_attempt(self, attempt: str) -> None:
+        """Note that checkpoints are from now on those of this attempt. Raises CheckpointError."""
+        path = self.folder / _ATTEMPT
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(attempt, encoding="utf-8")
+            for changed in (path, self.folder):
+                _sync(changed)
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot write: {e.strerror}") from e
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        """Delete checkpoints, the oldest first, as far as it goes."""
+        for path in reversed(list(paths)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, "a name that `newest_first` gave"
+    """The step in the name of a checkpoint. Raises CheckpointError: it is not the name of one."""
+    if (match := _NAME.fullmatch(path.name)) is None:
+        raise CheckpointError(f"{path}: not the name of a whole checkpoint, which is step- and six digits or more")
     return int(match[1])
 
 

@@ -1,5 +1,6 @@
 """How a node that is started again takes up what its checkpoint has."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Self
 from spes_mega.errors import SpesError
 from spes_mega.layout.names import expert_of
 from spes_mega.node.checkpoint import Checkpoint, CheckpointState, Identity, find_checkpoint, set_random_state
+from spes_mega.node.checkpoint_files import Shelf, step_of
 from spes_mega.node.data import NodeData
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.moments import AdamState, Steps, assign_moments
@@ -20,6 +22,8 @@ from spes_mega.node.weight_source import Position, WeightSource
 from spes_mega.outer.ownership import ranges
 from spes_mega.recipe import Recipe
 
+ATTEMPT = "SPES_MEGA_ATTEMPT"
+
 
 class Resume:
     """The checkpoint that a node goes on from, if any, and the checkpoints that it writes; on all ranks."""
@@ -30,15 +34,17 @@ class Resume:
         """Raises CheckpointError, on all ranks: see `find_checkpoint` and `Checkpoint.check`."""
         self._recipe, self._ranks, self._say = recipe, ranks, say
         self._folder = options.out / "checkpoints"
+        self._shelf = Shelf(self._folder)
         self._identity: Identity | None = None
         self._checkpoint: Checkpoint | None = None
 
         def find() -> Any:
             self._identity = Identity.of(recipe, options.node, data)
-            self._checkpoint = find_checkpoint(options.resume, self._folder, say)
+            resume = "auto" if self._attempt_has_begun() else options.resume
+            self._checkpoint = find_checkpoint(resume, self._folder, say)
             if (found := self._checkpoint) is None:
                 return None
-            found.check(self._identity)
+            found.check(self._identity, recipe.model.num_experts)
             return str(found.path), found.state.model_dump(mode="json")
 
         found = ranks.first(find)
@@ -93,19 +99,24 @@ class Resume:
     def saver(self, model: LocalModel, begin: Position, source: WeightSource) -> Iterator[Saver | None]:
         """What writes the checkpoints, if the recipe asks for any. At the end, waits until the last is written.
 
-        Raises RecipeError: the optimizer's state cannot be saved.
+        Until the run has a checkpoint of its own to go on from, nothing is moved or deleted.
+
+        Raises:
+            RecipeError: the optimizer's state cannot be saved.
+            CheckpointError: the disk does not take a checkpoint, or the others cannot be moved.
         """
         if not self._recipe.checkpoint.every:
             yield None
             return
         self._ranks.agree(lambda: AdamState(model.engine))
         saver = Saver(self._recipe, self._identity, self._ranks, self._folder)
-        last = self._last_of_ours()
-        if begin.step < last:  # the steps in between come again; what is known now must not be lost meanwhile
-            saver.save(model, begin, source)
+        self._ranks.first(self._shelf.sweep)
+        used, last = self._checkpoint is not None, self._last_of_ours()
+        # From elsewhere; or the steps in between come again, and what is known now must not be lost meanwhile.
+        if used and (last < 0 or begin.step < last):
+            saver.save(model, begin, source, keep_all=last < 0)
             saver.close()
-            last = begin.step
-        self._ranks.first(lambda: self._set_aside(saver, last))
+        self._ranks.first(lambda: self._clear(begin, last))
         try:
             yield saver
         except (Stopped, SpesError):  # what all ranks raise
@@ -119,9 +130,30 @@ class Resume:
         ours = used is not None and used.path.resolve().parent == self._folder.resolve()
         return used.position.step if used is not None and ours else -1
 
-    def _set_aside(self, saver: Saver, last: int) -> None:
-        if aside := saver.begin_at(last):
+    def _clear(self, begin: Position, last: int) -> None:
+        """Leave only checkpoints that this run has come by, whose newest in this folder was that of step `last`."""
+        found = self._shelf.newest_first()
+        if last >= 0:
+            others = [path for path in found if step_of(path) > last]
+            self._shelf.delete(path for path in found if begin.step < step_of(path) <= last)  # a newer one has all
+        else:
+            own = f"step-{begin.step:06d}" if self._checkpoint is not None else None
+            others = [path for path in found if path.name != own]
+        if aside := self._shelf.set_aside(others):
             self._say(f"checkpoints that this run does not go on from are now in {aside}")
+        self._attempt_begins()
+
+    def _attempt_has_begun(self) -> bool:
+        """An earlier process of this attempt has done what its --resume says already, so that it must not come again.
+
+        Launchers that start a node again name the attempt in ATTEMPT, which is the same in all its processes.
+        """
+        attempt = os.environ.get(ATTEMPT)
+        return attempt is not None and self._shelf.attempt() == attempt
+
+    def _attempt_begins(self) -> None:
+        if (attempt := os.environ.get(ATTEMPT)) is not None:
+            self._shelf.begin_attempt(attempt)
 
     def __enter__(self) -> Self:
         return self

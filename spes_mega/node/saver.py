@@ -33,16 +33,8 @@ class Saver:
         self._written = Path()
         self._checksums: dict[str, str] = {}
 
-    def begin_at(self, step: int) -> Path | None:
-        """The run goes on from the checkpoint of `step` (-1: from none of these), and the later ones are not its own.
-
-        Returns where those were moved to, if there were any. Rank 0 alone.
-        """
-        self._shelf.sweep()
-        return self._shelf.set_aside(step)
-
-    def save(self, model: LocalModel, at: Position, source: WeightSource) -> None:
-        """Write the checkpoint of a step that is done.
+    def save(self, model: LocalModel, at: Position, source: WeightSource, *, keep_all: bool = False) -> None:
+        """Write the checkpoint of a step that is done, and delete the oldest, unless `keep_all` is set.
 
         Raises CheckpointError, on all ranks: the disk does not take this one, or did not take the one before.
         """
@@ -50,7 +42,8 @@ class Saver:
         self._ranks.first(lambda: self._begin(at, everyone))
         steps = collect_moments(model.engine, model.map.entries, self._ranks, self._write_moments)
         model.collect(model.trained, self._write_weights)
-        self._ranks.first(lambda: self._finish(model, at, source, steps))
+        keep_last = None if keep_all else self._recipe.checkpoint.keep_last
+        self._ranks.first(lambda: self._finish(model, at, source, steps, keep_last))
 
     def _begin(self, at: Position, random_states: list[torch.Tensor]) -> None:
         self._wait()
@@ -73,7 +66,9 @@ class Saver:
                 writer.add(name, tensor)
             self._checksums[file] = writer.checksum()
 
-    def _finish(self, model: LocalModel, at: Position, source: WeightSource, steps: Steps) -> None:
+    def _finish(
+        self, model: LocalModel, at: Position, source: WeightSource, steps: Steps, keep_last: int | None
+    ) -> None:
         residual_round = source.save_residual(self._written / RESIDUAL)
         if residual_round is not None:
             self._checksums[RESIDUAL] = checksum_of(self._written / RESIDUAL)
@@ -90,12 +85,12 @@ class Saver:
             dtype=train.dtype,
         )
         finish(self._written, state.model_dump(mode="json"), self._checksums)
-        self._behind = threading.Thread(target=self._commit, args=(self._written,))
+        self._behind = threading.Thread(target=self._commit, args=(self._written, keep_last))
         self._behind.start()
 
-    def _commit(self, written: Path) -> None:
+    def _commit(self, written: Path, keep_last: int | None) -> None:
         try:
-            self._shelf.commit(written, self._recipe.checkpoint.keep_last)
+            self._shelf.commit(written, keep_last)
         except SpesError as e:
             self._failure = e
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pydantic import NonNegativeInt
+
 from spes_mega.node.local_model import LocalModel
 
 if TYPE_CHECKING:
@@ -14,9 +16,9 @@ if TYPE_CHECKING:
 class Position:
     """Where a node is: `step` steps are done, of which those of the open `round` had `tokens` tokens."""
 
-    round: int
-    step: int
-    tokens: int = 0
+    round: NonNegativeInt
+    step: NonNegativeInt
+    tokens: NonNegativeInt = 0
 
 
 @dataclass

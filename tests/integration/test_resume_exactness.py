@@ -127,6 +127,88 @@ def test_what_is_not_its_own_is_refused_before_anything_is_built(tmp_path, ranks
     assert error.value.exit_code == CheckpointError.exit_code
 
 
+def checkpoints(out):
+    return sorted(str(path.relative_to(out)) for path in out.glob("checkpoints*/step-*"))
+
+
+def life(folder, recipe, ranks, resume, steps=0):
+    """A process that saves after so many steps, or is killed before its first."""
+    node = Node(folder, recipe, ranks, resume)
+    if steps:
+        node.train(steps)
+        node.save()
+    else:
+        with node.resume.saver(node.model, node.at, node.source):
+            pass
+    return node
+
+
+def test_one_that_was_set_aside_is_gone_on_from_and_nothing_is_lost(tmp_path, ranks, recipe_of):
+    recipe, out = recipe_of(1, "fp32"), tmp_path / "out"
+    expected = life(tmp_path, recipe, ranks, "auto", 2).state()
+    life(tmp_path, recipe, ranks, "never", 3)
+    assert checkpoints(out) == ["checkpoints.old/step-000002", "checkpoints/step-000003"]
+    node = life(tmp_path, recipe, ranks, str(out / "checkpoints.old/step-000002"))
+    assert any("are now in" in said and said.endswith("checkpoints.old-2") for said in node.said)
+    everything = ["checkpoints.old-2/step-000003", "checkpoints.old/step-000002", "checkpoints/step-000002"]
+    assert checkpoints(out) == everything
+    again = life(tmp_path, recipe, ranks, "auto")
+    assert again.at.step == 2
+    assert same(again.state(), expected)
+    assert checkpoints(out) == everything
+
+
+def test_the_one_in_whose_place_it_comes_is_set_aside_too(tmp_path, ranks, recipe_of):
+    recipe, out = recipe_of(1, "fp32"), tmp_path / "out"
+    life(tmp_path, recipe, ranks, "auto", 2)
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    life(tmp_path, recipe, ranks, "auto", 1)
+    life(tmp_path, recipe, ranks, "auto", 1)
+    life(tmp_path, recipe, ranks, "auto", 1)
+    life(tmp_path, recipe, ranks, str(tmp_path / "elsewhere/step-000002"))
+    assert checkpoints(out) == [
+        "checkpoints.old/step-000002.old", "checkpoints.old/step-000003", "checkpoints/step-000002"
+    ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_all_as_it_was(tmp_path, ranks, recipe_of, monkeypatch):
+    recipe, out = recipe_of(1, "fp32"), tmp_path / "out"
+    life(tmp_path, recipe, ranks, "auto", 2)
+    life(tmp_path, recipe, ranks, "never", 3)
+    before = checkpoints(out)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SpesError, match="No space left"):
+        life(tmp_path, recipe, ranks, str(out / "checkpoints.old/step-000002"))
+    assert checkpoints(out) == before
+
+
+@pytest.mark.parametrize("resume", ["never", "path"])
+def test_the_later_processes_of_an_attempt_go_on_from_what_the_first_has_saved(
+    tmp_path, ranks, recipe_of, monkeypatch, resume
+):
+    recipe, out = recipe_of(1, "fp32"), tmp_path / "out"
+    life(tmp_path, recipe, ranks, "auto", 2)
+    life(tmp_path, recipe, ranks, "auto", 2)
+    monkeypatch.setenv("SPES_MEGA_ATTEMPT", "first")
+    asked = "never" if resume == "never" else str(out / "checkpoints/step-000002")
+    Node(tmp_path, recipe, ranks, asked)  # ends before it has begun: --resume is still to be done
+    node = Node(tmp_path, recipe, ranks, asked)
+    begun = 0 if resume == "never" else 2
+    assert node.at.step == begun
+    node.train(1)
+    node.save()
+    before = checkpoints(out)
+    again = life(tmp_path, recipe, ranks, asked)
+    assert again.at == node.at
+    assert checkpoints(out) == before
+    monkeypatch.setenv("SPES_MEGA_ATTEMPT", "second")
+    assert Node(tmp_path, recipe, ranks, asked).at.step == begun
+
+
 def test_without_checkpoints_none_are_written(tmp_path, ranks, recipe_of):
     recipe = recipe_of(1, "fp32")
     recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 0})})

@@ -1,11 +1,13 @@
 """Checkpoints as files: what is whole, what is kept, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout.checksums import checksum_of
 from spes_mega.layout.safetensors_format import CODES
 from spes_mega.node.checkpoint import (
     MOMENTS,
@@ -175,7 +177,7 @@ def test_without_a_whole_one_nobody_begins_anew_unasked(tmp_path):
 def test_those_of_others_are_refused_by_name(tmp_path, other, message):
     checkpoint = open_checkpoint_directory(write(tmp_path, 2, MINE.model_copy(update=other)))
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.check(MINE)
+        checkpoint.check(MINE, 2)
 
 
 def identity(agreed, recipe="34" * 32):
@@ -188,7 +190,7 @@ def test_what_differs_between_the_recipes_is_named(tmp_path):
     now["spes"]["overlap"] = False
     checkpoint = open_checkpoint_directory(write(tmp_path, 2, identity(before)))
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.check(identity(now, "56" * 32))
+        checkpoint.check(identity(now, "56" * 32), 2)
     assert (
         "digest 343434343434, but this is one of a recipe with digest 565656565656: set back what differs "
         "(train.lr: 0.001 in the checkpoint, 0.002 in the recipe; "
@@ -196,7 +198,7 @@ def test_what_differs_between_the_recipes_is_named(tmp_path):
         'spes.ownership: [[0], [1]] in the checkpoint, "all" in the recipe; '
         "spes.overlap: nothing in the checkpoint, false in the recipe), or begin anew"
     ) in str(refused.value)
-    checkpoint.check(identity(before))
+    checkpoint.check(identity(before), 2)
 
 
 def test_a_checkpoint_of_before_recipes_were_kept_is_read_and_refused_by_digest(tmp_path):
@@ -205,9 +207,9 @@ def test_a_checkpoint_of_before_recipes_were_kept_is_read_and_refused_by_digest(
     del state["identity"]["agreed"]
     finish(path, state, sums)
     checkpoint = open_checkpoint_directory(path)
-    checkpoint.check(identity({"train": {"lr": 0.1}}))
+    checkpoint.check(identity({"train": {"lr": 0.1}}), 2)
     with pytest.raises(CheckpointError, match="digest 565656565656: set the fields that are not local back, or begin"):
-        checkpoint.check(identity({"train": {"lr": 0.1}}, "56" * 32))
+        checkpoint.check(identity({"train": {"lr": 0.1}}, "56" * 32), 2)
 
 
 def test_another_format_is_refused(tmp_path):
@@ -218,16 +220,86 @@ def test_another_format_is_refused(tmp_path):
         open_checkpoint_directory(path)
 
 
-def test_what_a_run_does_not_go_on_from_is_set_aside(tmp_path):
+def test_what_a_run_does_not_go_on_from_is_set_aside_and_kept(tmp_path):
     folder = tmp_path / "checkpoints"
-    for step in (2, 4):
-        write(folder, step)
-    assert Shelf(folder).set_aside(4) is None
-    assert Shelf(folder).set_aside(2) == tmp_path / "checkpoints.old"
-    assert [p.name for p in (tmp_path / "checkpoints.old").iterdir()] == ["step-000004"]
-    assert Shelf(folder).set_aside(-1)
-    assert [p.name for p in (tmp_path / "checkpoints.old").iterdir()] == ["step-000002"]
+    shelf = Shelf(folder)
+    two, four = write(folder, 2), write(folder, 4)
+    assert shelf.set_aside([]) is None
+    assert shelf.set_aside([four]) == tmp_path / "checkpoints.old"
+    assert shelf.set_aside([two]) == tmp_path / "checkpoints.old-2"
+    (tmp_path / "checkpoints.old-3").write_text("somebody's file")
+    assert shelf.set_aside([write(folder, 4)]) == tmp_path / "checkpoints.old-4"
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("checkpoints.old*/*")}
+    assert found == {"checkpoints.old/step-000004", "checkpoints.old-2/step-000002", "checkpoints.old-4/step-000004"}
     assert find_checkpoint("auto", folder, print) is None
+
+
+def test_one_killed_while_it_sets_aside_leaves_the_newest(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    paths = [write(folder, step, keep_last=3) for step in (2, 4, 6)]
+    rename = Path.rename
+
+    def end(path, to):
+        if path == doomed:
+            raise OSError(5, "Input/output error")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", end)
+    for left in (3, 2, 1):
+        doomed = paths[-left]
+        with pytest.raises(CheckpointError, match=r"checkpoints\.old\S*: cannot move checkpoints there: Input/output"):
+            Shelf(folder).set_aside(Shelf(folder).newest_first())
+        assert len(Shelf(folder).newest_first()) == left
+        assert find_checkpoint("auto", folder, print).position.step == 6
+
+
+def test_a_folder_that_has_no_checkpoints_name_is_refused(tmp_path):
+    """One that is being written is swept away by the run that would go on from it."""
+    write(tmp_path, 4, commit=False)
+    with pytest.raises(CheckpointError, match=r"\.writing-step-000004: not the name of a whole checkpoint, which is"):
+        find_checkpoint(str(tmp_path / ".writing-step-000004"), tmp_path, print)
+    path = write(tmp_path, 4)
+    (tmp_path / "newest").symlink_to(path)
+    assert find_checkpoint(str(tmp_path / "newest"), tmp_path, print).position.step == 4
+    moved = path.rename(tmp_path / "step-000099")
+    with pytest.raises(CheckpointError, match="step-000099: a checkpoint of step 4: give it back the name"):
+        find_checkpoint(str(moved), tmp_path, print)
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_state_that_nobody_wrote_is_damage_whatever_its_checksum(tmp_path, text):
+    write(tmp_path, 2)
+    path = write(tmp_path, 4)
+    sums = json.loads((path / "checksums.json").read_text())
+    (path / "state.json").write_bytes(text)
+    (path / "checksums.json").write_text(json.dumps(sums | {"state.json": checksum_of(path / "state.json")}))
+    said = []
+    assert find_checkpoint("auto", tmp_path, said.append).position.step == 2
+    assert len(said) == 1
+    assert "step-000004" in said[0]
+
+
+def test_checksums_nested_without_end_are_damage(tmp_path):
+    write(tmp_path, 2)
+    (write(tmp_path, 4) / "checksums.json").write_text("[" * 100_000)
+    assert find_checkpoint("auto", tmp_path, print).position.step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": {"round": -5, "step": 4, "tokens": 0}}, r"position\.round: .*greater than or equal to 0"),
+        ({"position": {"round": 2, "step": 4, "tokens": -1}}, r"position\.tokens: .*greater than or equal to 0"),
+        ({"owned": [-1]}, r"owned\.0: .*greater than or equal to 0"),
+        ({"owned": [0, 99]}, "damaged: it owns expert 99, of 2"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, change, message):
+    path = write(tmp_path, 4)
+    state, sums = (json.loads((path / name).read_text()) for name in ("state.json", "checksums.json"))
+    finish(path, state | change, sums)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint_directory(path).check(MINE, 2)
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_last_one(tmp_path, monkeypatch):

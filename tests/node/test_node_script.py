@@ -13,11 +13,12 @@ SCRIPT = Path(__file__).parents[2] / "launchers/node.sh"
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the script; its command appends a line to `calls` and ends with the exit code given."""
+    """Starts the script; its command appends a line to `calls` and `attempts`, and ends with the exit code given."""
 
     def start(code, **env):
         command = tmp_path / "spes-mega"
-        command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {code}\n')
+        noting = f'echo "$@" >> {tmp_path}/calls\necho "$SPES_MEGA_ATTEMPT" >> {tmp_path}/attempts'
+        command.write_text(f"#!/bin/sh\n{noting}\nexit {code}\n")
         command.chmod(0o755)
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **env}
         return subprocess.Popen(
@@ -35,6 +36,13 @@ def calls(tmp_path):
 def test_a_lost_hub_is_tried_again_as_often_as_asked(start, tmp_path):
     assert start(7, RETRIES="2", RETRY_SECONDS="0").wait(60) == 7
     assert calls(tmp_path) == ["launch r.yaml --node 1 --hub hub:7070 --out o"] * 3
+
+
+def test_all_tries_are_one_attempt_and_the_next_start_is_another(start, tmp_path):
+    for _ in range(2):
+        start(7, RETRIES="1", RETRY_SECONDS="0").wait(60)
+    first, again, second, second_again = (tmp_path / "attempts").read_text().split()
+    assert first == again != second == second_again
 
 
 @pytest.mark.parametrize("code", [0, 3, 143])
