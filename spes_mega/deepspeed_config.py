@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+from pydantic import ValidationError
+
 from spes_mega.errors import RecipeError
 from spes_mega.recipe import Recipe, TrainSection
 
@@ -43,8 +45,13 @@ def deepspeed_config(recipe: Recipe, ranks: int) -> dict[str, Any]:
 def _refuse_unfit(config: dict[str, Any], ranks: int) -> None:
     """What DeepSpeed has and what would go wrong here, some of it without a word."""
     for section in ("torch_autocast", "data_types"):
-        if not isinstance(config.get(section) or {}, dict):
+        if not isinstance(config.get(section, {}), dict):
             raise RecipeError(f"deepspeed.{section}: expected a mapping, got {config[section]!r}")
+    steps, sums = config["steps_per_print"], config.get("data_types", {}).get("grad_accum_dtype")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise RecipeError(f"deepspeed.steps_per_print is {steps!r}: a whole number above 0 was expected")
+    if sums not in (None, "fp32", "fp16", "bf16"):
+        raise RecipeError(f"deepspeed.data_types.grad_accum_dtype is {sums!r}: fp32, bf16 or fp16 was expected")
     if not config["zero_optimization"].get("compute_grad_norm", True):
         raise RecipeError("deepspeed.zero_optimization.compute_grad_norm cannot be false: each step's norm is checked")
     unfit = [
@@ -73,6 +80,31 @@ def _check_offload(zero: dict[str, Any]) -> None:
             f"{OFFLOAD}.device is nvme: in ZeRO-{zero['stage']} DeepSpeed would leave the optimizer where it is: set "
             "train.zero_stage to 3, or device to cpu"
         )
+
+
+def check_readable(config: dict[str, Any]) -> None:
+    """Raises RecipeError: DeepSpeed does not know a key, has removed it, or cannot read a value."""
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        deepspeed.DeepSpeedConfig(copy.deepcopy(config))
+    except ValidationError as e:
+        fault = e.errors()[0]
+        raise RecipeError(f"{_place(config, fault['loc'], fault['input'])}: {fault['msg']}") from e
+    # what its other checks, and places without one, raise
+    except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as e:
+        raise RecipeError(f"the recipe's deepspeed section: DeepSpeed cannot read it: {e}") from e
+
+
+def _place(config: dict[str, Any], loc: tuple[int | str, ...], value: Any) -> str:
+    """The key and value of which DeepSpeed tells only the part inside a section."""
+    for section, inner in config.items():
+        for part in loc:
+            inner = inner.get(part, ...) if isinstance(inner, dict) else ...
+        if loc and inner == value:
+            return f"{'.'.join(map(str, ('deepspeed', section, *loc)))} is {value!r}"
+    return "the recipe's deepspeed section"
 
 
 def _required(train: TrainSection) -> dict[str, Any]:

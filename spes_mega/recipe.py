@@ -8,6 +8,7 @@ hub and nodes must agree.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,15 +31,33 @@ MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
 # Far above any model; a damaged config.json must not make names of tensors without end.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
+MAX_NODES = 4096
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Deadline = Annotated[float, Field(gt=0, le=30 * 86_400)]
 
 
 class Section(BaseModel):
-    """A frozen part of the recipe; unknown keys are errors."""
+    """A frozen part of the recipe; unknown keys are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _json(value: Any) -> Any:
+    """A value as JSON may have it. Raises ValueError on one that JSON lacks, such as a date.
+
+    Texts like 5e8 become numbers: they are in JSON, which DeepSpeed's own examples use, but not in YAML.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        value = float(value)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(inner) for inner in value]
+    if not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(f"{value!r}: JSON has no such value")
+    return value
 
 
 class ModelSection(Section):
@@ -62,7 +81,9 @@ class ModelSection(Section):
     vocab_size: Positive
     max_seq_len: Positive = Field(default=4096, description="positions the model is declared for")
     rope_theta: float = Field(default=10_000.0, gt=0)
-    rope_scaling: dict[str, Any] | None = Field(default=None, description="a RoPE variant, as config.json has it")
+    rope_scaling: Annotated[dict[str, Any] | None, BeforeValidator(_json)] = Field(
+        default=None, description="a RoPE variant, as config.json has it"
+    )
     sliding_window: Positive | None = Field(
         default=None, description="positions that a query sees, its own among them (mistral, mixtral); default: all"
     )
@@ -188,7 +209,7 @@ class OuterSection(Section):
 class SpesSection(Section):
     """The outer loop: who owns which experts, how often nodes synchronize, expert merging, deadlines."""
 
-    num_nodes: Positive = 1
+    num_nodes: int = Field(default=1, gt=0, le=MAX_NODES)
     sync_every: Positive = Field(default=100, description="local steps between two synchronizations (H)")
     ownership: Literal["equal", "all"] | tuple[tuple[int, ...], ...] = Field(
         default="equal",
@@ -220,13 +241,13 @@ class SpesSection(Section):
     min_nodes: Positive | None = Field(
         default=None, json_schema_extra=LOCAL, description="pushes that suffice at the deadline; default: all"
     )
-    join_deadline_s: float = Field(
-        default=1800, gt=0, json_schema_extra=LOCAL, description="seconds for all nodes to join"
+    join_deadline_s: Deadline = Field(
+        default=1800, json_schema_extra=LOCAL, description="seconds for all nodes to join"
     )
-    round_deadline_s: float = Field(
-        default=7200, gt=0, json_schema_extra=LOCAL, description="seconds for a round's pushes"
+    round_deadline_s: Deadline = Field(
+        default=7200, json_schema_extra=LOCAL, description="seconds for a round's pushes; no deadline is over 30 days"
     )
-    rpc_deadline_s: float = Field(default=600, gt=0, json_schema_extra=LOCAL, description="seconds for one transfer")
+    rpc_deadline_s: Deadline = Field(default=600, json_schema_extra=LOCAL, description="seconds for one transfer")
     max_update_norm: float | None = Field(
         default=None,
         gt=0,
@@ -393,13 +414,6 @@ class UpcycleSection(Section):
         return self
 
 
-def _with_numbers(value: Any) -> Any:
-    """Texts like 5e8 become numbers: they are in JSON, which DeepSpeed's own examples use, but not in YAML."""
-    if isinstance(value, dict):
-        return {key: _with_numbers(inner) for key, inner in value.items()}
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
-
-
 class Recipe(Section):
     """A run: the model, the outer loop, local training, data, and how the model was upcycled."""
 
@@ -410,7 +424,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), json_schema_extra=LOCAL)
     upcycle: UpcycleSection = UpcycleSection()
-    deepspeed: Annotated[dict[str, Any], BeforeValidator(_with_numbers)] = Field(
+    deepspeed: Annotated[dict[str, Any], BeforeValidator(_json)] = Field(
         default={}, json_schema_extra=LOCAL, description="more keys for DeepSpeed's own config"
     )
 
@@ -418,6 +432,8 @@ class Recipe(Section):
     def _consistent(self) -> Self:
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(f"train.seq_len {self.train.seq_len} is over model.max_seq_len {self.model.max_seq_len}")
+        if self.model.head_dim % 2:
+            raise ValueError(f"model.head_dim {self.model.head_dim} is odd: RoPE rotates numbers in pairs")
         if self.model.is_moe and self.model.top_k == 1 and self.model.norm_topk_prob:
             raise ValueError(
                 "model.top_k 1 with model.norm_topk_prob: true makes every router weight 1, so the router gets no "
@@ -516,9 +532,17 @@ def parse_recipe(raw: dict[str, Any], *, source: Source, base: Path) -> Recipe:
     except ValidationError as e:
         raise RecipeError("\n".join(explain(source, e, Recipe))) from e
     if recipe.data.train is not None:
-        data = recipe.data.model_copy(update={"train": base / recipe.data.train.expanduser()})
+        train = _without_tilde(recipe.data.train, source if isinstance(source, str) else source(("data", "train")))
+        data = recipe.data.model_copy(update={"train": base / train})
         recipe = recipe.model_copy(update={"data": data})
     return recipe
+
+
+def _without_tilde(train: Path, source: str) -> Path:
+    try:
+        return train.expanduser()
+    except RuntimeError as e:
+        raise RecipeError(f"{source}: data.train: {train}: no such user, or one without a home directory") from e
 
 
 def _read(path: Path, what: str) -> dict[str, Any]:
@@ -533,7 +557,7 @@ def _read(path: Path, what: str) -> dict[str, Any]:
         raise RecipeError(f"{path}: a recipe is a mapping with sections such as model, spes, train")
     data = raw.get("data")
     if what == "overlay" and isinstance(data, dict) and isinstance(data.get("train"), str):
-        data["train"] = str(path.resolve().parent / Path(data["train"]).expanduser())
+        data["train"] = str(path.resolve().parent / _without_tilde(Path(data["train"]), str(path)))
     return raw
 
 

@@ -1,8 +1,11 @@
 """What a recipe makes of DeepSpeed's config, and what it refuses."""
 
-import pytest
+import datetime
 
-from spes_mega.deepspeed_config import deepspeed_config
+import pytest
+from pydantic import ValidationError
+
+from spes_mega.deepspeed_config import check_readable, deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.recipe import Recipe
 
@@ -91,6 +94,10 @@ def test_a_rank_without_others_has_its_gradients_copied_only_where_the_recipe_sa
         ({"zero_optimization": {"compute_grad_norm": False}}, r"zero_optimization\.compute_grad_norm cannot be false"),
         ({"torch_autocast": 3}, r"deepspeed\.torch_autocast: expected a mapping, got 3"),
         ({"data_types": "bf16"}, r"deepspeed\.data_types: expected a mapping, got 'bf16'"),
+        ({"data_types": None}, r"deepspeed\.data_types: expected a mapping, got None"),
+        ({"data_types": {"grad_accum_dtype": 5}}, r"deepspeed\.data_types\.grad_accum_dtype is 5: fp32, bf16 or fp16"),
+        ({"steps_per_print": 0}, r"deepspeed\.steps_per_print is 0: a whole number above 0"),
+        ({"steps_per_print": "abc"}, r"deepspeed\.steps_per_print is 'abc'"),
         ({"zero_optimization": 3}, r"deepspeed\.zero_optimization: expected a mapping"),
     ],
 )
@@ -98,6 +105,39 @@ def test_a_contradiction_is_refused_by_name(extra, key):
     with pytest.raises(RecipeError, match=key):
         config_of(extra)
     assert config_of({"zero_optimization": {"stage": 1}})["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ({"a": datetime.date(2026, 1, 1)}, r"datetime\.date\(2026, 1, 1\)"),
+        ({"a": [{1}]}, r"\{1\}"),
+        ({"a": {1: 2}}, r"\{1: 2\}"),
+        ({"a": float("nan")}, "nan"),
+        ({"zero_optimization": {"reduce_bucket_size": "1e400"}}, "inf"),
+    ],
+)
+def test_values_that_json_lacks_are_refused(section, value):
+    with pytest.raises(ValidationError, match=f"{value}: JSON has no such value"):
+        config_of(section)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"nebula": {"enabled": False}}, "DeepSpeed cannot read it: Nebula checkpointing has been removed"),
+        ({"elasticity": {}}, "Elastic training has been removed"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "MiCS ZeRO-3 sharding has been removed"),
+        ({"checkpoint": {"tag_validation": "foo"}}, "tag_validation"),
+        ({"zero_optimization": {"foo": 1}}, r"^deepspeed\.zero_optimization\.foo is 1: Extra inputs"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, r"^deepspeed\.zero_optimization\.reduce_bucket_size is 0"),
+        (offloading(device="gpu"), r"^deepspeed\.zero_optimization\.offload_optimizer\.device is 'gpu'"),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_refused(section, message):
+    with pytest.raises(RecipeError, match=message):
+        check_readable(config_of(section))
+    check_readable(config_of({"zero_optimization": {"reduce_bucket_size": 7}}))
 
 
 def test_numbers_as_json_has_them_are_numbers():

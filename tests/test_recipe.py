@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spes_mega.errors import RecipeError
 from spes_mega.layout.counts import count_parameters
@@ -81,6 +82,48 @@ def test_every_fault_is_listed_at_once():
 def test_contradictions_are_refused(model, sections, message):
     with pytest.raises(RecipeError, match=message):
         recipe(model, **sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"spes": {"join_deadline_s": float("inf")}}, r"spes\.join_deadline_s: .*finite number \(got inf\)"),
+        ({"spes": {"rpc_deadline_s": 1e300}}, r"spes\.rpc_deadline_s: .*less than or equal to 2592000 \(got 1e\+300\)"),
+        ({"spes": {"outer": {"shared": {"lr": float("inf")}}}}, r"spes\.outer\.shared\.lr: .*finite number"),
+        ({"spes": {"num_nodes": 99_999_999_999}}, r"spes\.num_nodes: .*less than or equal to 4096"),
+        ({"train": {"lr": float("inf")}}, r"train\.lr: .*finite number"),
+        ({"train": {"weight_decay": float("inf")}}, r"train\.weight_decay: .*finite number"),
+        ({"deepspeed": {"a": float("inf")}}, "deepspeed: inf: JSON has no such value"),
+        ({"data": {"train": "~nosuchuser/x"}}, r"r\.yaml: data\.train: ~nosuchuser/x: no such user"),
+    ],
+)
+def test_numbers_and_paths_that_nothing_could_be_done_with_are_refused(sections, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(**sections)
+
+
+def test_a_setting_or_overlay_with_an_unknown_user_is_named(tmp_path):
+    path = write(tmp_path, yaml.safe_dump({"model": MOE}))
+    setting = "data.train=~nosuchuser/x"
+    with pytest.raises(RecipeError, match=rf"^--set {setting}: data\.train: ~nosuchuser/x: no such user"):
+        load_recipe(path, [setting])
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("data: {train: ~nosuchuser/x}")
+    with pytest.raises(RecipeError, match=rf"^{overlay}: data\.train: ~nosuchuser/x: no such user"):
+        load_recipe(path, [overlay])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"head_dim": 7}, r"r\.yaml: model\.head_dim 7 is odd: RoPE rotates numbers in pairs"),
+        ({"rope_theta": float("inf")}, r"model\.rope_theta: .*finite number"),
+        ({"rope_scaling": {"factor": float("nan")}}, r"model\.rope_scaling: nan: JSON has no such value"),
+    ],
+)
+def test_models_that_no_node_could_run_are_refused(model, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(model)
 
 
 def test_top_1_works_when_the_softmax_comes_before_the_choice():

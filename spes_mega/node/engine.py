@@ -1,6 +1,5 @@
 """The DeepSpeed engine of a node: optimizer, ZeRO, precision, clipping."""
 
-import copy
 import io
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
@@ -8,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
-from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, deepspeed_config
+from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, check_readable, deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.model.cpu_support import without_compiling
 from spes_mega.recipe import Recipe
@@ -41,7 +39,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
         fused=True,
     )
     config = deepspeed_config(recipe, dist.get_world_size())
-    _check_readable(config)
+    check_readable(config)
     _check_nvme(config["zero_optimization"])
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
@@ -119,29 +117,6 @@ def in_pieces(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str,
             pieces[-1]["params"].append(parameter)
             size += parameter.numel()
     return pieces
-
-
-def _check_readable(config: dict[str, Any]) -> None:
-    """Raises RecipeError: DeepSpeed does not know a key, or cannot read a value."""
-    import deepspeed
-
-    try:
-        deepspeed.DeepSpeedConfig(copy.deepcopy(config))
-    except ValidationError as e:
-        fault = e.errors()[0]
-        raise RecipeError(f"{_place(config, fault['loc'], fault['input'])}: {fault['msg']}") from e
-    except (ValueError, TypeError, AttributeError) as e:  # what its other checks, and places without one, raise
-        raise RecipeError(f"the recipe's deepspeed section: DeepSpeed cannot read it: {e}") from e
-
-
-def _place(config: dict[str, Any], loc: tuple[int | str, ...], value: Any) -> str:
-    """The key and value of which DeepSpeed tells only the part inside a section."""
-    for section, inner in config.items():
-        for part in loc:
-            inner = inner.get(part, ...) if isinstance(inner, dict) else ...
-        if loc and inner == value:
-            return f"{'.'.join(map(str, ('deepspeed', section, *loc)))} is {value!r}"
-    return "the recipe's deepspeed section"
 
 
 def _check_nvme(zero: dict[str, Any]) -> None:

@@ -1,7 +1,10 @@
 """`spes-mega plan`: counts against built models, formulas against what torch keeps, and figures by hand."""
 
+import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model import build, forward_logits, language_model_loss, load_weights
 from spes_mega.model.loss import PART_ELEMENTS
+from spes_mega.outer.merging import merge_due
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe, override_recipe
 from spes_mega.tools.plan.activations import LOSS_PART, activation_bytes
@@ -407,3 +411,46 @@ def test_json_has_what_the_tables_have():
     compute = report["schemes"][0]["compute_s_per_round"]
     assert exchange["share_lost"] == pytest.approx(exchange["seconds"] / (exchange["seconds"] + compute))
     assert report["fits"] is nodes["fits"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("deepspeed.zero_optimization.foo=1", r"deepspeed\.zero_optimization\.foo is 1: Extra inputs"),
+        ("deepspeed.zero_optimization.reduce_bucket_size=-5", r"reduce_bucket_size is -5: .* greater than 0"),
+        (
+            "deepspeed.zero_optimization.stage3_max_live_parameters=abc",
+            r"stage3_max_live_parameters is 'abc': .* integer",
+        ),
+        ("deepspeed.zero_optimization.offload_optimizer.device=gpu", r"offload_optimizer\.device is 'gpu'"),
+        ("deepspeed.data_types=null", r"deepspeed\.data_types: expected a mapping"),
+        ("model.rope_scaling={type: yarn, factor: 2}", r"model\.rope_scaling: RoPE variant 'yarn'"),
+    ],
+)
+def test_what_a_node_would_refuse_is_refused(setting, message):
+    with pytest.raises(RecipeError, match=message):
+        make_plan(shipped("tiny", "train.zero_stage=3", setting), machines())
+
+
+def test_the_json_of_a_plan_with_a_deepspeed_section_is_all_that_is_printed():
+    """In a process of its own: DeepSpeed speaks while it is imported."""
+    arguments = ["plan", str(CONFIGS / "tiny.yaml"), "--json", "--set", "deepspeed.zero_optimization.sub_group_size=7"]
+    program = f"from spes_mega.cli import group; group({arguments!r})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["fits"] is True
+
+
+def test_merging_rounds_are_those_of_a_walk_through_all_rounds():
+    for steps, every, interval, stop in itertools.product(
+        (7, 12, 30), (1, 3, 5, 40), (2, 3, 7, 12), (0, 1, 8, 12, 13, 99)
+    ):
+        spes = {"sync_every": every, "merge_interval": interval, "merge_steps": stop}
+        changes = [
+            f"train.steps={steps}",
+            "train.warmup_steps=0",
+            *(f"spes.{key}={value}" for key, value in spes.items()),
+        ]
+        recipe = shipped("tiny", *changes)
+        at = [recipe.step_at(round_) for round_ in range(recipe.num_rounds + 1)]
+        due = [merge_due(a, b, interval=interval, merge_steps=stop) for a, b in itertools.pairwise(at)]
+        assert merging_rounds(recipe) == sum(due), changes

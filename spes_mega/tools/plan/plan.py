@@ -1,9 +1,11 @@
 """Puts a plan together: memory, network, time and disk of a recipe on given machines, beside DiLoCo and centralized."""
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spes_mega.deepspeed_config import deepspeed_config
+from spes_mega.deepspeed_config import check_readable, deepspeed_config
 from spes_mega.hub.sizes import RoundBytes
 from spes_mega.layout.counts import ParameterCounts, count_parameters
 from spes_mega.outer.ownership import Ownership, ownership_of
@@ -148,9 +150,9 @@ class Plan:
 def make_plan(recipe: Recipe, machines: Machines) -> Plan:
     """The plan of `recipe`, whose first scheme is the recipe itself; the others train every expert everywhere.
 
-    Raises RecipeError: a node would refuse the recipe's deepspeed section.
+    Raises RecipeError: a node would refuse the recipe's deepspeed section, or its RoPE variant.
     """
-    deepspeed_config(recipe, machines.gpus)
+    _check_as_a_node(recipe, machines.gpus)
     model, spes = recipe.model, recipe.spes
     everything = ownership_of(model.num_experts, spes.num_nodes, "all")
     own = _ownership(recipe)
@@ -161,6 +163,18 @@ def make_plan(recipe: Recipe, machines: Machines) -> Plan:
     )
     disk = planned_disk(recipe, own, _tokens(recipe, machines))
     return Plan(recipe, machines, count_parameters(model), schemes, disk)
+
+
+def _check_as_a_node(recipe: Recipe, ranks: int) -> None:
+    """Raises RecipeError. DeepSpeed and Megatron-Core, which take seconds, are asked only about what they are to do."""
+    config = deepspeed_config(recipe, ranks)
+    if recipe.deepspeed:
+        with redirect_stdout(io.StringIO()):  # DeepSpeed logs to it, of which --json has to be free
+            check_readable(config)
+    if recipe.model.rope_scaling is not None:
+        from spes_mega.model.config import rope_settings
+
+        rope_settings(recipe.model)
 
 
 def _ownership(recipe: Recipe) -> Ownership:

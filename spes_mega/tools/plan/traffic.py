@@ -10,7 +10,6 @@ them in and out of every node.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from spes_mega.hub.sizes import RoundBytes, round_bytes
 from spes_mega.layout.names import expected_tensors
@@ -46,9 +45,11 @@ def merging_rounds(recipe: Recipe) -> int:
     spes = recipe.spes
     if recipe.model.num_experts < 2:
         return 0
-    steps = [recipe.step_at(round_) for round_ in range(recipe.num_rounds + 1)]
     due = partial(merge_due, interval=spes.merge_interval, merge_steps=spes.merge_steps)
-    return sum(due(before, after) for before, after in pairwise(steps))
+    whole, rest = divmod(recipe.train.steps, spes.sync_every)
+    merging = max(0, min(whole, (spes.merge_steps - 1) // spes.sync_every))  # of them those before merging stops
+    last = rest > 0 and due(whole * spes.sync_every, recipe.train.steps)
+    return min(merging, merging * spes.sync_every // spes.merge_interval) + last
 
 
 @dataclass(frozen=True)

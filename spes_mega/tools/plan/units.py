@@ -1,5 +1,6 @@
 """Quantities as people write them: 48GiB, 1Gbps."""
 
+import math
 import re
 
 import click
@@ -16,27 +17,29 @@ class Bytes(click.ParamType[int]):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes; a usage error for anything else."""
         match = re.fullmatch(r"([\d.]+)\s*(?=[A-Z])([KMGT]I?|)B?", value.strip().upper())
-        if not match or match[2] not in _BYTES or not _is_positive(match[1]):
+        if not match or match[2] not in _BYTES or not _is_positive(match[1], _BYTES[match[2]]):
             self.fail(f"{value!r}: expected a size with its unit, such as 48GiB or 80GB", param, ctx)
         return round(float(match[1]) * _BYTES[match[2]])
 
 
 class BitsPerSecond(click.ParamType[float]):
-    """1Gbps, 100Mbit/s, 9600bps: never without a unit, since 1 would be one bit a second."""
+    """1Gbps, 100Mbit/s, 9600bps: never without a unit, since 1 would be one bit a second, and never in bytes."""
 
     name = "rate"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Bits a second; a usage error for anything else."""
         match = re.fullmatch(r"([\d.]+)\s*(?=[A-Z])([KMGT]?)(BPS|BIT/S|)", value.strip().upper())
-        if not match or not _is_positive(match[1]):
-            self.fail(f"{value!r}: expected bits a second with their unit, such as 1Gbps or 100Mbps", param, ctx)
+        in_bytes = re.search(r"B(?!(?i:it))|byte", value)  # GBps, MB/s
+        if not match or in_bytes or not _is_positive(match[1], _BITS[match[2]]):
+            hint = "; B stands for bytes, of 8 bits each" if in_bytes else ""
+            self.fail(f"{value!r}: expected bits a second with their unit, such as 1Gbps or 100Mbps{hint}", param, ctx)
         return float(match[1]) * _BITS[match[2]]
 
 
-def _is_positive(text: str) -> bool:
+def _is_positive(text: str, unit: int) -> bool:
     try:
-        return float(text) > 0
+        return 0 < float(text) * unit < math.inf
     except ValueError:
         return False
 
