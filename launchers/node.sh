@@ -24,7 +24,7 @@ while true; do
   # a trapped signal interrupts the first wait
   while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
   case $code in
-    0 | 2 | 3 | 4 | 5 | 6 | 130 | 143) exit "$code" ;;  # done, asked to stop, or wrong input
+    0 | 2 | 3 | 4 | 5 | 6 | 8 | 9 | 130 | 143) exit "$code" ;;  # done, asked to stop, or wrong input
   esac
   if [ -n "$stopping" ] || [ "$retries" -le 0 ]; then exit "$code"; fi
   retries=$((retries - 1))

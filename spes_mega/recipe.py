@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -478,6 +478,20 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hex SHA-256 of what is agreed."""
         return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
+
+
+def differences(theirs: dict[str, Any], mine: dict[str, Any], holder: str, path: str = "") -> Iterator[str]:
+    """Fields that differ in what is agreed of two recipes, with both values; the `holder` has the other one."""
+    for key in theirs | mine:
+        its, own = theirs.get(key, ...), mine.get(key, ...)
+        if isinstance(its, dict) and isinstance(own, dict):
+            yield from differences(its, own, holder, f"{path}{key}.")
+        elif _text(its) != _text(own):
+            yield f"{path}{key}: {_text(its)} in the {holder}, {_text(own)} in the recipe"
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is ... else json.dumps(value)
 
 
 def _agreed(section: BaseModel) -> dict[str, Any]:

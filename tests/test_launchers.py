@@ -13,12 +13,16 @@ import click
 import pytest
 import yaml
 
+from spes_mega import errors
 from spes_mega.cli import group
 
 LAUNCHERS = Path(__file__).parents[1] / "launchers"
 UNITS = sorted((LAUNCHERS / "systemd").glob("*.service"))
 SCRIPTS = sorted([*LAUNCHERS.glob("*.sh"), LAUNCHERS / "slurm.sbatch", Path(__file__).parent / "te/install.sh"])
-RESTARTS = {2, 3, 4, 6}  # what starting again cannot mend
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SpesError)]
+FINAL = {2} | {kind.exit_code for kind in KINDS} - {1, errors.DeadlineError.exit_code}
+"""Exit codes of what starting again cannot mend (docs/operations.md)."""
+STOPPED = {130, 143}
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 
 
@@ -49,7 +53,7 @@ def test_units_start_a_command_that_exists(unit):
     assert program == "/opt/spes-mega/.venv/bin/spes-mega"
     values = {"${NODE}": "0", "${HUB}": "h:1", "${LISTEN}": "0.0.0.0:1", "${DATA}": "d"}
     check_command([values.get(a, a.replace("%i", "run")) for a in arguments if not a.endswith("_OPTIONS")])
-    assert set(map(int, service["RestartPreventExitStatus"].split())) >= RESTARTS
+    assert set(map(int, service["RestartPreventExitStatus"].split())) - STOPPED == FINAL
     assert service["Restart"] == "on-failure"
 
 
@@ -62,6 +66,16 @@ def test_systemd_finds_nothing_to_complain_about(unit, tmp_path):
         ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", instance], capture_output=True, text=True
     )
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_the_script_for_a_node_gives_up_at_the_same_codes():
+    (codes,) = re.findall(r"^ *([0-9 |]+)\) exit", (LAUNCHERS / "node.sh").read_text(), re.M)
+    assert set(map(int, codes.split("|"))) == {0} | FINAL | STOPPED
+
+
+def test_the_readme_names_each_exit_code():
+    (told,) = re.findall(r"Exit\scodes: (.*?)\.", (LAUNCHERS.parent / "README.md").read_text(), re.S)
+    assert set(map(int, re.findall(r"\d+", told))) == FINAL | {1, errors.DeadlineError.exit_code} | STOPPED
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -116,6 +130,7 @@ def test_the_compose_file_starts_commands_that_exist_and_shares_what_they_name()
     for name, service in services.items():
         check_command(service["command"])
         assert service["image"] == "spes-mega"
+        assert name == "keys" or re.fullmatch(r"on-failure:\d+", service["restart"])  # it restarts at any exit code
         mounted = [volume.rpartition(":")[2] for volume in service["volumes"]]
         for part in service["command"]:
             assert not part.startswith("/") or any(part.startswith(f"{folder}/") for folder in mounted), (name, part)

@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,30 +12,36 @@ from spes_mega.outer.merging import Similarity
 
 
 class Metrics:
-    """Appends to the file. A hub that was killed between a commit and its line makes up for it from the ledger."""
+    """Appends to the file. A hub that was killed between a commit and its line makes up for it from the ledger, and one
+    that was set back drops the lines of rounds that are closed anew."""
 
-    def __init__(self, path: Path, rounds: Iterable[RoundRecord]) -> None:
-        """Raises OSError if the file cannot be written."""
+    def __init__(self, path: Path, rounds: Collection[RoundRecord]) -> None:
+        """`rounds` are the last ones that are committed. Raises OSError if the file cannot be written."""
         self._path = path
+        self._drop_after(max((record.round for record in rounds), default=0))
         last = self._last_round()
         for record in rounds:
             if record.round > last:
                 self.append(record, {})
 
-    def _last_round(self) -> int:
-        """Cuts off a line that a crash has left unfinished."""
+    def _drop_after(self, newest: int) -> None:
+        """Leave out the lines of later rounds than `newest`, and one that a crash has left unfinished."""
         if not self._path.exists():
-            return 0
+            return
         text = self._path.read_bytes()
-        end = text.rfind(b"\n") + 1
-        if end < len(text):
-            with self._path.open("r+b") as file:
-                file.truncate(end)
-        lines = text[:end].splitlines()
-        try:
-            return int(json.loads(lines[-1])["round"]) if lines else 0
-        except (ValueError, KeyError, TypeError):
-            return 0  # somebody has written to it; what the ledger remembers comes again
+        lines = text.splitlines(keepends=True)
+        kept = b"".join(line for line in lines if line.endswith(b"\n") and _round(line) <= newest)
+        if kept != text:
+            partial = self._path.with_name(f".{self._path.name}.partial")
+            with partial.open("wb") as file:
+                file.write(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(self._path)
+
+    def _last_round(self) -> int:
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        return _round(lines[-1]) if lines else 0
 
     def append(self, record: RoundRecord, similarity: Mapping[int, Similarity]) -> None:
         """The round's figures; with a merge, how alike the experts of each layer were before it."""
@@ -47,3 +53,11 @@ class Metrics:
             if file.write(data) < len(data):  # what is half there would spoil the next line
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _round(line: bytes) -> int:
+    """The round of a line; 0 if somebody else has written it."""
+    try:
+        return int(json.loads(line)["round"])
+    except (ValueError, KeyError, TypeError):
+        return 0

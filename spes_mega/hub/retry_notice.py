@@ -6,7 +6,9 @@ from datetime import datetime, timedelta
 
 QUIET_S = 10.0
 """Seconds after the first failure in which nothing is said: a hub that is started anew takes no longer."""
-AGAIN_S = 600.0
+AGAIN_S = 60.0
+"""Until the second line; from then on each pause is twice as long as the one before."""
+MAX_AGAIN_S = 600.0
 
 
 class RetryNotice:
@@ -25,6 +27,7 @@ class RetryNotice:
         self._say = say
         self._clock = clock
         self._due: float | None = None
+        self._pause = AGAIN_S
 
     def failed(self, reason: str) -> None:
         """One more attempt has failed, and there will be another one."""
@@ -32,7 +35,8 @@ class RetryNotice:
         if self._due is None:
             self._due = now + QUIET_S
         if now >= self._due:
-            self._due = now + AGAIN_S
+            self._due = now + self._pause
+            self._pause = min(2 * self._pause, MAX_AGAIN_S)
             until = datetime.now() + timedelta(seconds=self._end - now)
             because = f" ({self._setting})" if self._setting else ""
             self._say(f"{self._what}: no success yet (last: {reason}); trying until {until:%Y-%m-%d %H:%M:%S}{because}")

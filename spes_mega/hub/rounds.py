@@ -88,7 +88,10 @@ class Rounds:
                     f"round {round_} is closed: wait for round {max(self._round, round_ + 1)}, pull it, and go on"
                 )
             if round_ > self._round:
-                raise HubRefusedError(f"round {round_} is not open yet: the open round is {self._round}")
+                raise HubRefusedError(
+                    f"round {round_} is not open yet: the open round is {self._round}. If the hub was set back to an "
+                    "earlier round, start this node again"
+                )
 
     def commit_push(self, node: int, session: str, round_: int, rename: Callable[[], object]) -> None:
         """Make a checked push part of the open round by `rename`, so that no close comes in between.
@@ -238,9 +241,11 @@ class Rounds:
             return {node: member.presence for node, member in self._members.items()}
 
     def waiting_for(self) -> list[int]:
-        """Nodes whose push the open round lacks."""
+        """Nodes whose push the open round waits for: all that lack one, if those that are there are too few."""
         with self._changed:
-            return sorted(set(self._members) - self._pushed)
+            awaited = self._awaited()
+            enough = len(self._pushed) + len(awaited) >= self._min_nodes
+            return awaited if enough else sorted(set(self._members) - self._pushed)
 
     def has_pushed(self, node: int, round_: int) -> bool:
         """Whether `round_` is open, or being closed, and has this node's push."""

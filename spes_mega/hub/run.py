@@ -414,6 +414,10 @@ class Run:
         text = f"absent nodes: {away}; experts from now on: {shares}"
         self._console.say("ownership", text, absent=self.newest.absent, nodes=owned)
 
-    def _snapshot(self) -> None:
-        if path := self._store.snapshot(self.newest):
+    def keep_newest(self) -> None:
+        """Make a snapshot of the newest state, also where the recipe asks for none. Raises what `close_round` does."""
+        self._needed(lambda: self._snapshot(always=True))
+
+    def _snapshot(self, always: bool = False) -> None:
+        if path := self._store.snapshot(self.newest, always):
             self._console.say("snapshot", f"snapshot {path}", path=str(path), round=self.newest.round)

@@ -124,15 +124,24 @@ class HubServer:
             if rounds.draining:
                 self._hand_over()
                 return
-            self._run.close_round()
+            try:
+                self._run.close_round()
+            except Stopped:
+                if rounds.draining and not rounds.stopping:  # there was nobody whose round could be finished
+                    self._run.keep_newest()
+                raise
         rounds.wait_while(stragglers, LINGER_S)  # one that is heard of becomes one of those that take part
         if staying := rounds.wait_while({Presence.JOINED}, spes.rpc_deadline_s):
             text = f"nodes {staying} did not take their leave within {spes.rpc_deadline_s:g} s"
             self._console.say("staying", text, nodes=staying)
 
     def _hand_over(self) -> None:
-        """Let nodes fetch the newest state, so that they train while the next hub is started."""
+        """Let nodes fetch the newest state, so that they train while the next hub is started.
+
+        A snapshot of it stays, from which another run can start.
+        """
         rounds, limit = self._run.rounds, self._run.recipe.spes.rpc_deadline_s
+        self._run.keep_newest()
         if lacking := rounds.wait_served(limit):
             text = (
                 f"nodes {lacking} did not fetch round {rounds.round} within {limit:g} s; the next hub has it for them"

@@ -15,6 +15,7 @@ from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, a
 from spes_mega.hub.frames import PREFIX_BYTES
 from spes_mega.hub.guard import ANYONE, Guard
 from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, MAX_WAITS, Slots
+from spes_mega.hub.members import Presence
 from spes_mega.hub.messages import parsed
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
@@ -24,6 +25,8 @@ from spes_mega.hub.run import Run
 
 MAX_WAIT_S = 60.0
 CUT_S = 0.5
+NOT_BACK = "not back yet"
+"""In place of "never joined", of a node that has taken part before."""
 _SESSION = re.compile(r"[\x21-\x7e]{1,64}")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -142,7 +145,7 @@ class HubService(HubServicer):
             nodes=[
                 pb.NodeStatus(
                     node=node,
-                    state=presence[node].value,
+                    state=_state(presence[node], traffic["last_pushed_round"]),
                     absent=node in newest.absent,
                     experts=owned.owned(node),
                     **traffic,
@@ -165,7 +168,8 @@ class HubService(HubServicer):
         if caller.digest != self._digest:
             raise HubRefusedError(
                 f"node {caller.node} has another recipe (digest {caller.digest[:12]}, the hub's is "
-                f"{self._digest[:12]}): model, spes and train must be the same, but for fields marked local"
+                f"{self._digest[:12]}): model, spes and train must be the same, but for fields marked local; compare "
+                "what `spes-mega recipe RECIPE` prints on both machines"
             )
         if caller.node >= num_nodes:
             raise HubRefusedError(f"there is no node {caller.node}: spes.num_nodes is {num_nodes} (0..{num_nodes - 1})")
@@ -178,6 +182,12 @@ class HubService(HubServicer):
         node = self._identify(caller, context)
         self._run.rounds.heard(node, caller.session)
         return node
+
+
+def _state(presence: Presence, last_pushed_round: int | None) -> str:
+    """A node that had left, or whose membership was forgotten, has to join anew after a restart of the hub."""
+    back = presence is not Presence.NEVER_JOINED or last_pushed_round is None
+    return presence.value if back else NOT_BACK
 
 
 def _frames(messages: Iterator[bytes], opening: pb.PushOpening, context: grpc.ServicerContext) -> Iterator[bytes]:

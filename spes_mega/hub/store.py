@@ -44,7 +44,7 @@ from spes_mega.hub.state_folder import PARTS, check_own
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.recipe import Recipe
+from spes_mega.recipe import Recipe, differences
 
 FORMAT = 1
 LOCK_TRIES = 5
@@ -256,14 +256,16 @@ class Store:
             if path.suffix != ".safetensors" or path.stat().st_nlink > 1 or _is_open(path):
                 path.unlink()
 
-    def snapshot(self, record: RoundRecord) -> Path | None:
+    def snapshot(self, record: RoundRecord, always: bool = False) -> Path | None:
         """Keep a committed state for good if the recipe asks for it; returns its directory if it is new.
+
+        `always`: also if it does not, but for the initial state, which somebody has.
 
         Files are hard links where the file system has them, so that a snapshot takes no time and little space.
         """
-        final = record.round == self._recipe.num_rounds
+        due = record.round == self._recipe.num_rounds or record.round % self._recipe.spes.snapshot_every == 0
         target = self.root / "snapshots" / f"round-{record.round:06d}"
-        if target.exists() or not (final or (record.round and record.round % self._recipe.spes.snapshot_every == 0)):
+        if target.exists() or not (record.round and (always or due)):
             return None
         partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
@@ -291,7 +293,8 @@ class Store:
 
     def _check_run(self) -> None:
         path = self.root / "run.json"
-        mine = {"format": FORMAT, "name": self._recipe.name, "digest": self._recipe.digest()}
+        mine: dict[str, Any] = {"format": FORMAT, "name": self._recipe.name, "digest": self._recipe.digest()}
+        mine["agreed"] = self._recipe.agreed()
         if not path.exists():
             if self.newest() is not None:
                 raise StoreError(f"{path}: missing beside committed rounds; restore it from a copy")
@@ -304,14 +307,19 @@ class Store:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise StoreError(f"{path}: not a state directory of format {FORMAT}")
         if found.get("digest") != mine["digest"]:
-            if self.newest() is None:  # the first start failed, say at an --init of another shape
-                _write_durably(path, json.dumps(mine, indent=1))
-                return
-            raise StoreError(
-                f"{self.root}: holds the rounds of another recipe ({found.get('name')}, digest "
-                f"{str(found.get('digest'))[:12]}; this one is {mine['name']}, {self._recipe.digest()[:12]}): "
-                "choose another --state, or start with the recipe that it belongs to"
-            )
+            if self.newest() is not None:
+                raise StoreError(self._of_another_recipe(found))
+            # the first start failed, say at an --init of another shape
+            _write_durably(path, json.dumps(mine, indent=1))
+
+    def _of_another_recipe(self, found: dict[str, Any]) -> str:
+        its, mine = found.get("agreed"), self._recipe
+        fields = "; ".join(differences(its, mine.agreed(), "state")) if isinstance(its, dict) else ""
+        what = fields or f"digest {str(found.get('digest'))[:12]}; this one is {mine.name}, {mine.digest()[:12]}"
+        return (
+            f"{self.root}: holds the rounds of another recipe ({found.get('name')}: {what}): choose another --state, "
+            "or start with the recipe that it belongs to"
+        )
 
     def _sweep(self) -> None:
         """Remove what a crash left half-written."""

@@ -3,8 +3,7 @@
 The directory's files are described in `checkpoint_files`.
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from spes_mega.node.checkpoint_files import Shelf, read_state, step_of
 from spes_mega.node.data import DataIdentity, NodeData
 from spes_mega.node.moments import KEYS, Moments
 from spes_mega.node.weight_source import Position
-from spes_mega.recipe import Recipe
+from spes_mega.recipe import Recipe, differences
 
 WEIGHTS, MOMENTS, RNG, RESIDUAL = (f"{name}.safetensors" for name in ("weights", "moments", "rng", "residual"))
 
@@ -119,7 +118,7 @@ class Checkpoint:
         Or it speaks of experts that there are not.
         """
         its = self.state.identity
-        fields = "; ".join(_differences(its.agreed, mine.agreed)) if its.agreed and mine.agreed else ""
+        fields = "; ".join(differences(its.agreed, mine.agreed, "checkpoint")) if its.agreed and mine.agreed else ""
         set_back = f"set back what differs ({fields})" if fields else "set the fields that are not local back"
         for what, theirs, own, cure in (
             ("of node {}", its.node, mine.node, "each node needs an --out of its own"),
@@ -134,20 +133,6 @@ class Checkpoint:
                 )
         if unknown := [expert for expert in self.state.owned if expert >= num_experts]:
             raise CheckpointError(f"{self.path}: damaged: it owns expert {unknown[0]}, of {num_experts}")
-
-
-def _differences(theirs: dict[str, Any], mine: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Fields of two recipes that differ, with both values."""
-    for key in theirs | mine:
-        its, own = theirs.get(key, ...), mine.get(key, ...)
-        if isinstance(its, dict) and isinstance(own, dict):
-            yield from _differences(its, own, f"{path}{key}.")
-        elif _text(its) != _text(own):
-            yield f"{path}{key}: {_text(its)} in the checkpoint, {_text(own)} in the recipe"
-
-
-def _text(value: Any) -> str:
-    return "nothing" if value is ... else json.dumps(value)
 
 
 def open_checkpoint_directory(path: Path) -> Checkpoint:

@@ -95,6 +95,18 @@ def test_who_leaves_is_replaced_at_once_and_nothing_changes_without_adoption(pla
     assert [record["absent"] for record in kept] == [[], [2], [2]]
 
 
+def test_status_waits_for_nobody_who_left_and_says_who_is_not_back_after_a_restart(play):
+    run = play(num_nodes=2)
+    run.join(0, 1)
+    run.close(0, 1)
+    run.leave(1)
+    assert run.clients[0].status()["waiting_for"] == [0]
+    run.restart()
+    status = run.clients[0].status()
+    assert "node 1  not back yet  experts 3-5  last pushed round 0" in "\n".join(describe(status))
+    assert status["waiting_for"] == [0, 1]  # it may come until the deadline for joining
+
+
 def test_without_adopt_after_experts_of_the_absent_wait_for_them(play):
     run = play(adopt_after=None)
     run.join(0, 1, 2)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
 from hub.keyring import make_keys
 from hub.process import HubProcess, free_port
 from hub.test_hub import moved, until
@@ -54,6 +54,7 @@ def test_a_hub_that_drains_closes_its_round_hands_it_over_and_ends(start_hub, co
     hub.join()
     assert (hub.error, hub.finished) == (None, False)
     assert not (hub.state / "drain").exists()
+    assert_same(read_state(hub.state / "snapshots/round-000001"), expected)
     channel.close()
     # while there is no hub, nodes train; then they push to the next one
     again = start_hub(recipe)
@@ -82,6 +83,24 @@ def test_a_hub_without_nodes_drains_at_once(start_hub):
     hub = start_hub(make_recipe())
     hub.run.rounds.drain()
     assert hub.join().finished is False
+    assert list((hub.state / "snapshots").iterdir()) == []  # the initial state, which somebody has
+
+
+def test_a_hub_whose_nodes_have_left_keeps_its_last_state_when_it_drains(start_hub, connect):
+    recipe = make_recipe()
+    hub = start_hub(recipe)
+    clients = [connect(hub, node) for node in (0, 1)]
+    for node, client in enumerate(clients):
+        client.join()
+        push(client, 0, fabricate(recipe, node, 0))
+    for client in clients:
+        assert client.wait_round(1) == 1
+        client.leave()
+    until(lambda: (hub.state / "rounds/000001").exists())
+    assert list((hub.state / "snapshots").iterdir()) == []
+    hub.run.rounds.drain()
+    assert hub.join().finished is False
+    assert_same(read_state(hub.state / "snapshots/round-000001"), read_state(hub.state / "rounds/000001"))
 
 
 def test_a_directory_without_a_hub_has_nothing_to_drain(start_hub, tmp_path):

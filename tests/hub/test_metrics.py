@@ -36,6 +36,25 @@ def test_what_a_crash_kept_from_being_written_is_made_up_for(tmp_path, torn):
     assert [line["round"] for line in lines(path)] == [1, 2, 3]
 
 
+def test_a_hub_that_was_set_back_drops_the_rounds_that_come_again(tmp_path):
+    path = tmp_path / "m"
+    metrics = Metrics(path, [])
+    for number in (1, 2, 3, 4):
+        metrics.append(record(number), {})
+    with path.open("a") as file:
+        file.write("a remark\n")
+    before = path.stat().st_ino
+    Metrics(path, [record(1), record(2), record(3), record(4)])
+    assert path.stat().st_ino == before  # what has to stay is not written anew
+    metrics = Metrics(path, [record(1), record(2)])
+    assert path.read_text().count("\n") == 3
+    metrics.append(record(3, tokens=5), {})
+    *kept, again = path.read_text().splitlines()
+    assert [json.loads(line)["round"] for line in kept if line != "a remark"] == [1, 2]
+    assert (json.loads(again)["round"], json.loads(again)["tokens"]) == (3, 5)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_what_is_no_line_of_figures_does_not_stop_the_hub(tmp_path):
     (tmp_path / "m").write_text("hello\n")
     Metrics(tmp_path / "m", [record(1)])

@@ -35,7 +35,7 @@ def test_a_short_interruption_is_not_mentioned():
     assert failures.lines == []
 
 
-def test_what_fails_for_long_is_said_at_once_and_then_rarely():
+def test_what_fails_for_long_is_said_at_once_and_then_at_growing_intervals():
     failures = Failures()
     failures.at(0)
     failures.at(QUIET_S, "connection refused")
@@ -50,6 +50,13 @@ def test_what_fails_for_long_is_said_at_once_and_then_rarely():
     assert abs(left.total_seconds() - (3600 - QUIET_S)) < 60
     failures.at(QUIET_S + AGAIN_S, "still not")
     assert "last: still not" in failures.lines[1]
+    begin, said = int(QUIET_S + AGAIN_S), []
+    for second in range(begin, begin + 3000):
+        before = len(failures.lines)
+        failures.at(second)
+        if len(failures.lines) > before:
+            said.append(second - begin)
+    assert said == [120, 360, 840, 1440, 2040, 2640]
 
 
 def test_a_node_names_the_hub_that_it_waits_for(monkeypatch):

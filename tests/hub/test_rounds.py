@@ -121,6 +121,20 @@ def test_who_left_is_not_waited_for_but_its_push_counts(clock):
     assert closes(rounds) == (0, (0, 2))
 
 
+def test_who_left_is_no_more_shown_as_waited_for_unless_the_round_cannot_close_without_it(clock):
+    rounds = make(clock, min_nodes=2)
+    join(rounds, 0, 1, 2)
+    rounds.leave(0, "s0")
+    assert rounds.waiting_for() == [1, 2]
+    push(rounds, 1)
+    assert rounds.waiting_for() == [2]
+    rounds.leave(2, "s2")
+    assert rounds.waiting_for() == [0, 2]
+    push(rounds, 2)
+    assert rounds.waiting_for() == []
+    assert closes(rounds) == (0, (1, 2))
+
+
 def test_pushes_found_on_disk_after_a_restart_count_before_anybody_joins(clock):
     rounds = make(clock, pushed={0, 1}, round_=5)
     assert closes(rounds) is None
@@ -135,7 +149,7 @@ def test_closed_and_future_rounds_take_no_push(clock):
     join(rounds, 0, 1, 2)
     with pytest.raises(StaleRoundError, match="round 3 is closed"):
         rounds.check_open(3)
-    with pytest.raises(HubRefusedError, match="round 5 is not open yet: the open round is 4"):
+    with pytest.raises(HubRefusedError, match=r"round 5 is not open yet: the open round is 4\. If the hub was set"):
         rounds.check_open(5)
     push(rounds, 0, 1, 2, round_=4)
     assert closes(rounds)

@@ -157,7 +157,13 @@ def test_another_recipe_and_another_hub_are_refused(store, tmp_path):
     with pytest.raises(StoreError, match="another hub is using"):
         Store(tmp_path / "state", make_recipe())
     store.close()
-    with pytest.raises(StoreError, match="holds the rounds of another recipe"):
+    fields = r"\(fabricated: spes\.sync_every: 10 in the state, 5 in the recipe\): choose another --state"
+    with pytest.raises(StoreError, match="holds the rounds of another recipe " + fields):
+        Store(tmp_path / "state", make_recipe(sync_every=5))
+    run = tmp_path / "state/run.json"
+    known = json.loads(run.read_text())
+    run.write_text(json.dumps({key: known[key] for key in ("format", "name", "digest")}))  # by an earlier version
+    with pytest.raises(StoreError, match=rf"another recipe \(fabricated: digest {known['digest'][:12]}; this one is"):
         Store(tmp_path / "state", make_recipe(sync_every=5))
     store._lock = store._take_lock()
 

@@ -45,7 +45,7 @@ def test_all_tries_are_one_attempt_and_the_next_start_is_another(start, tmp_path
     assert first == again != second == second_again
 
 
-@pytest.mark.parametrize("code", [0, 3, 143])
+@pytest.mark.parametrize("code", [0, 3, 8, 9, 143])
 def test_what_trying_again_cannot_mend_ends_it(start, tmp_path, code):
     assert start(code, RETRIES="2", RETRY_SECONDS="0").wait(60) == code
     assert len(calls(tmp_path)) == 1

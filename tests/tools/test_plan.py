@@ -313,7 +313,7 @@ def test_disks_hold_what_lossy_codecs_overlap_and_momentum_need():
     plain = disk()
     assert plain.hub_weights == pytest.approx(3 * state, rel=1e-3)
     assert plain.hub_beside == plain.node_overlap == plain.node_moving == 0
-    assert plain.hub_pushes == pytest.approx(16 * trained, rel=1e-3)
+    assert plain.hub_pushes == pytest.approx(2 * 16 * trained, rel=1e-3)
     assert plain.node == plain.node_spools == pytest.approx(state + trained, rel=1e-3)
     lossy = disk("spes.wire=bf16")
     assert lossy.hub_weights == plain.hub_weights

@@ -10,11 +10,14 @@ from spes_mega.recipe import Recipe
 
 STATES = 3
 """On the hub: the newest, the one before it, and the one that is written."""
+PUSHES = 2
+"""On the hub, of each node: that of the round that is closed stays until the state made of it is on the disk, and
+meanwhile that of the next one comes. Otherwise there is room for one that a node has left incomplete."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes at the most: the hub's three states (weights, and what lies beside them) and a push of every node; its
+    """Bytes at the most: the hub's three states (weights, and what lies beside them) and two pushes of every node; its
     snapshots in all; and of the node that needs most, the files for what is on its way, for what it trains on from
     while that is (spes.overlap), for moments while experts change hands (spes.adopt_after), and its checkpoints, of
     which one is being written."""
@@ -52,7 +55,7 @@ def planned_disk(recipe: Recipe, ownership: Ownership, tokens: int) -> Disk:
     return Disk(
         hub_weights=STATES * state.weights,
         hub_beside=STATES * (state.total - state.weights),
-        hub_pushes=sum(push_bytes(shapes, spes, ownership, node, tokens) for node in nodes),
+        hub_pushes=PUSHES * sum(push_bytes(shapes, spes, ownership, node, tokens) for node in nodes),
         hub_snapshots=snapshots * state.weights,
         node_spools=max(spool_bytes(shapes, spes, ownership, node, tokens).total for node in nodes),
         node_overlap=2 * 4 * trained if spes.overlap else 0,
