@@ -56,8 +56,9 @@ def command(
     to go on. Writes a Hugging Face directory to STATE/snapshots every spes.snapshot_every rounds and at the end,
     waits until the nodes have left (spes.rpc_deadline_s at most, and 30 s for a node that missed a round and has not
     been heard of since), and exits with 0. Ctrl-C and SIGTERM stop it cleanly at once. With --drain the command asks
-    another hub, the one that uses --state, to close its open round, let nodes fetch the result, and end, and waits for
-    it (SIGUSR1 asks the same): start a hub on the same --state again, and nodes that were training notice nothing.
+    another hub, the one that uses --state, to close its open round, let nodes fetch the result, keep a snapshot of it,
+    and end, and waits for it (SIGUSR1 asks the same): start a hub on the same --state again, and nodes that were
+    training notice nothing.
     """
     console = Console(as_json)
     if draining:
