@@ -18,30 +18,28 @@ class Metrics:
     def __init__(self, path: Path, rounds: Collection[RoundRecord]) -> None:
         """`rounds` are the last ones that are committed. Raises OSError if the file cannot be written."""
         self._path = path
-        self._drop_after(max((record.round for record in rounds), default=0))
-        last = self._last_round()
+        last = self._drop_after(max((record.round for record in rounds), default=0))
         for record in rounds:
             if record.round > last:
                 self.append(record, {})
 
-    def _drop_after(self, newest: int) -> None:
-        """Leave out the lines of later rounds than `newest`, and one that a crash has left unfinished."""
+    def _drop_after(self, newest: int) -> int:
+        """Leave out the lines of later rounds than `newest`, and one that a crash has left unfinished.
+
+        Returns the last round that stays, 0 if none does.
+        """
         if not self._path.exists():
-            return
+            return 0
         text = self._path.read_bytes()
-        lines = text.splitlines(keepends=True)
-        kept = b"".join(line for line in lines if line.endswith(b"\n") and _round(line) <= newest)
-        if kept != text:
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith(b"\n") and _round(line) <= newest]
+        if (kept := b"".join(lines)) != text:
             partial = self._path.with_name(f".{self._path.name}.partial")
             with partial.open("wb") as file:
                 file.write(kept)
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(self._path)
-
-    def _last_round(self) -> int:
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-        return _round(lines[-1]) if lines else 0
+        return max(map(_round, lines), default=0)
 
     def append(self, record: RoundRecord, similarity: Mapping[int, Similarity]) -> None:
         """The round's figures; with a merge, how alike the experts of each layer were before it."""
