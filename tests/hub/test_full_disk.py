@@ -7,7 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
+from hub.fabricated import (
+    assert_same,
+    fabricate,
+    make_recipe,
+    next_state,
+    pull,
+    push,
+    raw_recipe,
+    read_state,
+    until_durable,
+)
 from hub.test_hub import until
 from spes_mega.errors import DeadlineError, StoreError
 from spes_mega.hub import room as room_module
@@ -165,7 +175,7 @@ def test_the_files_beside_a_state_need_room_too(disk, start_hub, connect, outer)
     assert list(disk.path.glob("rounds/.*")) == []
     disk.clear()
     assert one.wait_round(1) == 1
-    used = sum(path.stat().st_size for path in (disk.path / "rounds/000001").glob("*.safetensors"))
+    used = sum(path.stat().st_size for path in until_durable(disk.path / "rounds/000001").glob("*.safetensors"))
     assert abs(needed - used) < 80_000  # headers, some of them generously
 
 
