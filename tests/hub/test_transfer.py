@@ -114,6 +114,7 @@ def test_a_push_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hu
         again = start_hub(hub.recipe)
         assert not list((hub.state / "pushes").rglob("*.part"))
         relay.target, relay.bytes_per_s = again.address, None
+        relay.cut()  # what has come to the old hub, whose sockets live on in this process
         pushing.result(timeout=60)
     pushed(again, tensors)
 
@@ -128,6 +129,7 @@ def test_a_pull_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hu
         hub.stop()
         again = start_hub(hub.recipe)
         relay.target, relay.bytes_per_s = again.address, None
+        relay.cut()  # what has come to the old hub, whose sockets live on in this process
         state = pulling.result(timeout=60)[1]
     assert_same(state, read_state(hub.state / "rounds/000000"))
     assert client.bytes_down < payload_bytes(tensors) + 100_000  # its state is the same, and so it went on
