@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hub.fabricated import fabricate, make_recipe, pull, push, read_state
-from hub.test_wire import UNALIKE
+from hub.test_wire import UNALIKE, lead_to, read_payload
 from spes_mega.hub.client import StaleRoundError
-from spes_mega.hub.payload import StoredPayload
 
 
 class Node:
@@ -60,9 +59,7 @@ class Setting:
         self.hub.stop()
         self.hub = self.start_hub(self.recipe)
         for node in self.nodes:
-            other = self.connect(self.hub, node.node)
-            node.client._channel, other._channel = other._channel, node.client._channel
-            node.client._delivery._channel = node.client._channel
+            lead_to(node.client, self.connect(self.hub, node.node))
 
     def round(self, *numbers):
         nodes = [self.nodes[k] for k in numbers] or self.nodes
@@ -75,11 +72,8 @@ class Setting:
     def check(self, node):
         """All hold what is published; of what it alone trains a node has what the hub has, and what its pushes lost."""
         directory = self.hub.state / f"rounds/{node.round:06d}"
-        published, residual = read_state(directory), {}
-        if (directory / "residual.safetensors").exists():
-            payload = StoredPayload.open(directory / "residual.safetensors", "residual")
-            residual = {name: payload.read(name) for name in payload.forms}
-            payload.close()
+        beside = directory / "residual.safetensors"
+        published, residual = read_state(directory), read_payload(beside) if beside.exists() else {}
         for name, value in node.state.items():
             if name in node.client._replica._private:
                 exact = published[name] + residual.get(name, 0) + node.lost(name)

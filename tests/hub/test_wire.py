@@ -28,6 +28,17 @@ UNALIKE = {"up": {"shared": "bf16", "experts": "int8"}, "down": {"shared": "int8
 TOKENS = {0: 300, 1: 100, 2: 200}
 
 
+def lead_to(client, other):
+    """Let a client go on with the hub of another one that was connected just now."""
+    client._channel, other._channel = other._channel, client._channel
+    client._delivery._channel = client._channel
+
+
+def read_payload(path):
+    with closing(StoredPayload.open(path, path.name)) as payload:
+        return {name: payload.read(name) for name in payload.forms}
+
+
 class Node:
     """A client that trains by fabrication."""
 
@@ -89,19 +100,13 @@ class Play:
             assert_same(node.state, self.reference.nodes[node.node])
 
     def beside(self, number, file):
-        payload = StoredPayload.open(self.hub.state / f"rounds/{number:06d}" / file, file)
-        try:
-            return {name: payload.read(name) for name in payload.forms}
-        finally:
-            payload.close()
+        return read_payload(self.hub.state / f"rounds/{number:06d}" / file)
 
     def restart(self):
         self.hub.stop()
         self.hub = self.start_hub(self.recipe)
         for node in self.nodes:
-            other = self.connect(self.hub, node.node)
-            node.client._channel, other._channel = other._channel, node.client._channel
-            node.client._delivery._channel = node.client._channel
+            lead_to(node.client, self.connect(self.hub, node.node))
 
 
 @pytest.fixture
@@ -258,8 +263,7 @@ def test_what_pushes_lost_can_be_kept_for_another_process(play, tmp_path):
     with pytest.raises(ValueError, match="something was read already"):
         again.client.restore_residual(tmp_path / "lost")
     lost = run.reference.lost[0]
-    with closing(StoredPayload.open(tmp_path / "lost", "lost")) as payload:
-        assert_same({name: payload.read(name) for name in payload.forms}, lost)
+    assert_same(read_payload(tmp_path / "lost"), lost)
     run.nodes[0] = again
     for name in again.state:
         run.reference.nodes[0][name] = run.reference.given(name, 0)

@@ -23,7 +23,7 @@ from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe, override_recipe
 from spes_mega.tools.plan.activations import LOSS_PART, activation_bytes
 from spes_mega.tools.plan.compute import flops_per_token
-from spes_mega.tools.plan.memory import PIECE, PIECE_CPU, rank_memory
+from spes_mega.tools.plan.memory import rank_memory
 from spes_mega.tools.plan.plan import Machines, make_plan
 from spes_mega.tools.plan.suggest import suggest
 from spes_mega.tools.plan.traffic import CONFIGURED, Links, merging_rounds, node_traffic, round_seconds, waited_seconds
@@ -128,8 +128,8 @@ def test_logits_and_their_gradient_take_the_same_room():
 
 def test_buckets_and_pieces_are_those_that_a_node_asks_deepspeed_for():
     zero = deepspeed_config(shipped("2b"), ranks=2)["zero_optimization"]
-    assert zero["reduce_bucket_size"] == zero["sub_group_size"] == PIECE_ELEMENTS == PIECE
-    assert PIECE_ELEMENTS_CPU == PIECE_CPU
+    assert zero["reduce_bucket_size"] == zero["sub_group_size"] == PIECE_ELEMENTS == 32 << 20
+    assert PIECE_ELEMENTS_CPU == 4 << 20
     assert PART_ELEMENTS == LOSS_PART
 
 

@@ -21,15 +21,12 @@ of these terms was seen in DeepSpeed 0.19.8.
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU
 from spes_mega.layout.counts import count_parameters
 from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.activations import BYTES, Activations, activation_bytes, largest_tensor
 
 Device = Literal["cuda", "cpu"]
-PIECE = 32 << 20
-"""Elements of DeepSpeed's buckets, sub-groups and parameter groups, as the engine of a node sets them."""
-PIECE_CPU = 4 << 20
-"""Elements of its parameter groups on the CPU."""
 FP32_BUCKET = 500_000_000
 """Elements that DeepSpeed's optimizer for bf16 weights with fp32 sums reduces at once (not configurable)."""
 PREFETCH_BUCKET = 50_000_000
@@ -129,7 +126,7 @@ class _States:
 
     def __init__(self, recipe: Recipe, trained: int, frozen: int, ranks: int, device: Device) -> None:
         self.recipe, self.trained, self.frozen, self.ranks = recipe, trained, frozen, ranks
-        self.piece = PIECE_CPU if device == "cpu" and recipe.train.zero_stage < 3 else PIECE
+        self.piece = PIECE_ELEMENTS_CPU if device == "cpu" and recipe.train.zero_stage < 3 else PIECE_ELEMENTS
         self.stage = recipe.train.zero_stage
         self.size = BYTES[recipe.train.dtype]
         self.zero: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
@@ -204,8 +201,8 @@ class _States:
     def buckets(self) -> int:
         if self.bf16_optimizer or (self.ranks == 1 and self.stage < 3 and not self.offloads):
             return 0
-        asked = self.zero.get("reduce_bucket_size", PIECE)
-        return self.size * int(asked if isinstance(asked, int | float) else PIECE)
+        asked = self.zero.get("reduce_bucket_size", PIECE_ELEMENTS)
+        return self.size * int(asked if isinstance(asked, int | float) else PIECE_ELEMENTS)
 
     @property
     def host(self) -> int:
