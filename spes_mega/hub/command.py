@@ -7,8 +7,8 @@ from types import FrameType
 import click
 import torch
 
+from spes_mega.allocator import reuse_blocks
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
-from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
 from spes_mega.hub.drain import drain
 from spes_mega.hub.guard import Guard

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from spes_mega.errors import CheckpointError
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 MAX_AXES = 8
+_KEPT_HEADERS = 32
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,7 +35,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of a header; `start` and `stop` count bytes from the end of the header."""
 
@@ -91,22 +93,32 @@ def header_length(prefix: bytes, source: str, limit: int = MAX_HEADER_BYTES) -> 
 def parse_header(text: bytes, source: str) -> Header:
     """Parse the JSON header (without its length).
 
+    Those parsed last are kept: from round to round the same ones come again, and each has thousands of tensors.
+
     Raises:
         CheckpointError: malformed JSON, repeated names, unknown dtypes, sizes that contradict each other,
             gaps or overlaps; the message names `source` and the tensor.
     """
     try:
+        return _parsed(text)
+    except CheckpointError as e:
+        raise CheckpointError(f"{source}: {e}") from e.__cause__
+
+
+@lru_cache(_KEPT_HEADERS)
+def _parsed(text: bytes) -> Header:
+    try:
         raw = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{source}: the safetensors header is not valid JSON: {e}") from e
+        raise CheckpointError(f"the safetensors header is not valid JSON: {e}") from e
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{source}: the safetensors header is not a JSON object")
+        raise CheckpointError("the safetensors header is not a JSON object")
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{source}: __metadata__ must map strings to strings")
-    specs = {name: _parse_spec(name, entry, source) for name, entry in raw.items()}
+        raise CheckpointError("__metadata__ must map strings to strings")
+    specs = {name: _parse_spec(name, entry) for name, entry in raw.items()}
     specs = dict(sorted(specs.items(), key=lambda item: (item[1].start, item[1].stop)))
-    _check_contiguous(specs, source)
+    _check_contiguous(specs)
     return Header(specs, metadata, LENGTH_BYTES + len(text))
 
 
@@ -119,29 +131,29 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _parse_spec(name: str, entry: Any, source: str) -> TensorSpec:
+def _parse_spec(name: str, entry: Any) -> TensorSpec:
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:
-        raise CheckpointError(f"{source}: {name}: dtype, shape and two data_offsets expected") from e
+        raise CheckpointError(f"{name}: dtype, shape and two data_offsets expected") from e
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{source}: {name}: dtype {code!r} is not supported ({', '.join(DTYPES)})")
+        raise CheckpointError(f"{name}: dtype {code!r} is not supported ({', '.join(DTYPES)})")
     numbers = (*shape, start, stop)
     if len(shape) > MAX_AXES or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise CheckpointError(
-            f"{source}: {name}: shape and data_offsets must be whole numbers >= 0, with at most {MAX_AXES} axes"
+            f"{name}: shape and data_offsets must be whole numbers >= 0, with at most {MAX_AXES} axes"
         )
     if stop - start != byte_count(DTYPES[code], shape):
         raise CheckpointError(
-            f"{source}: {name}: {stop - start} bytes for {code} of shape {list(shape)}, "
+            f"{name}: {stop - start} bytes for {code} of shape {list(shape)}, "
             f"which takes {byte_count(DTYPES[code], shape)}"
         )
     return TensorSpec(DTYPES[code], shape, start, stop)
 
 
-def _check_contiguous(specs: Mapping[str, TensorSpec], source: str) -> None:
+def _check_contiguous(specs: Mapping[str, TensorSpec]) -> None:
     end = 0
     for name, spec in specs.items():
         if spec.start != end:
-            raise CheckpointError(f"{source}: {name}: starts at byte {spec.start} where byte {end} was expected")
+            raise CheckpointError(f"{name}: starts at byte {spec.start} where byte {end} was expected")
         end = spec.stop
