@@ -217,7 +217,7 @@ def test_a_live_hub_outlives_damaged_messages(start_hub, connect, tmp_path):
             if method == "Push" and messages[at] == valid[method][at]:
                 return
         error = raw.error(method, *messages)
-        # Damage that changes nothing (a field that nobody knows) makes a push that is taken, and then its payload is over.
+        # A push is taken if its damage means nothing (a field that nobody knows), and then its payload is over.
         over = error is not None and method == "Push" and "was given up" in error.details()
         assert error is None or over or error.code() in CLEAN, (method, error.code(), error.details())
 
