@@ -35,7 +35,7 @@ from spes_mega.recipe import ModelSection, Recipe
 
 THREADS = 2
 """They work on tensors of their own: most of the time goes to the kernel and to torch, which need no GIL."""
-_MERGED_BYTES = 8 << 20
+_MERGED_BYTES = 4 << 20
 """Of the rows of all experts that are merged at once."""
 
 
