@@ -49,8 +49,8 @@ class TensorSpec:
 class Header:
     """A parsed header: tensors in the order of their bytes, metadata, and where the data starts and ends."""
 
-    tensors: dict[str, TensorSpec]
-    metadata: dict[str, str]
+    tensors: Mapping[str, TensorSpec]
+    metadata: Mapping[str, str]
     data_start: int
 
     @property

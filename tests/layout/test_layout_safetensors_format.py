@@ -61,8 +61,9 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 )
 def test_broken_headers_are_refused_by_name(header, said):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    with pytest.raises(CheckpointError, match=f"^PEER: .*{said}"):
-        parse_header(text, "PEER")
+    for source in ("PEER", "ANOTHER"):
+        with pytest.raises(CheckpointError, match=f"^{source}: .*{said}"):
+            parse_header(text, source)
 
 
 @pytest.mark.parametrize(
