@@ -11,9 +11,9 @@ ALLOWED = {
     "layout": GROUND,
     "outer": set(),
     "model": GROUND | {"layout"},
-    "hub": GROUND | {"layout", "outer", "options", "allocator"},
+    "hub": GROUND | {"layout", "outer", "options"},
     "node": GROUND
-    | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays", "allocator"},
+    | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays"},
     "tools": GROUND
     | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status"}
     | {"deepspeed_config", "options", "progress"},

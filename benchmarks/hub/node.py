@@ -15,7 +15,6 @@ import yaml
 from measure import peak_rss_bytes, reset_peak_rss, rss_bytes
 from shapes import parsed
 
-from spes_mega.allocator import reuse_blocks
 from spes_mega.hub.client import HubClient, Pulled
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.tensor_bytes import bytes_of
@@ -76,7 +75,6 @@ class Behind:
 
 
 def main(folder: Path, address: str, node: int) -> None:
-    reuse_blocks()  # as a node that trains
     torch.set_num_threads(1)
     recipe = parsed(yaml.safe_load((folder / "recipe.yaml").read_text()))
     idle = rss_bytes()

@@ -1,5 +1,6 @@
 """`spes-mega hub`: hold the global weights of a run and close its rounds."""
 
+import gc
 import signal
 from pathlib import Path
 from types import FrameType
@@ -7,8 +8,8 @@ from types import FrameType
 import click
 import torch
 
-from spes_mega.allocator import reuse_blocks
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
+from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
 from spes_mega.hub.drain import drain
 from spes_mega.hub.guard import Guard
@@ -73,6 +74,7 @@ def command(
     server = HubServer(loaded, listen, guard, console)
     run = Run(loaded, state, init, console)
     _stop_on_signals(run)
+    gc.freeze()  # what is loaded stays: the collector need not look through it in the midst of a round's closing
     finished = server.serve(run)
     text = f"run finished at round {run.newest.round}" if finished else f"hub stopped at round {run.newest.round}"
     console.say("end", text, finished=finished, round=run.newest.round)

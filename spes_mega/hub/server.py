@@ -1,6 +1,5 @@
 """The hub's port and its life: serve, close one round after the other, say good-bye."""
 
-import gc
 import threading
 import time
 from concurrent import futures
@@ -115,7 +114,7 @@ class HubServer:
             self._end()
 
     def _close_rounds(self) -> None:
-        rounds, spes, heap = self._run.rounds, self._run.recipe.spes, _Heap()
+        rounds, spes = self._run.rounds, self._run.recipe.spes
         stragglers = {Presence.MISSED}
         if self._run.finished:
             stragglers = set(Presence)
@@ -127,7 +126,6 @@ class HubServer:
                 return
             try:
                 self._run.close_round()
-                heap.settle()
             except Stopped:
                 if rounds.draining and not rounds.stopping:  # there was nobody whose round could be finished
                     self._run.keep_newest()
@@ -176,19 +174,6 @@ class HubServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace=1.0).wait()
         self._run.close()
-
-
-class _Heap:
-    """Once a round is closed, all is loaded and compiled, and stays: the collector takes 0.2 s to look through it."""
-
-    def __init__(self) -> None:
-        self._settled = False
-
-    def settle(self) -> None:
-        if not self._settled:
-            gc.collect()
-            gc.freeze()
-            self._settled = True
 
 
 def _window_bytes(num_nodes: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from spes_mega.allocator import reuse_blocks
 from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
@@ -41,7 +40,6 @@ def train(options: NodeOptions) -> None:
 
 def _prepare_process() -> None:
     """Settings that must be made before torch and DeepSpeed are imported, or soon after."""
-    reuse_blocks()
     import torch
 
     if not torch.cuda.is_available():

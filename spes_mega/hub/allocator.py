@@ -1,4 +1,4 @@
-"""Keeps the memory of hub and nodes small and warm.
+"""Keeps the hub's memory small and warm.
 
 glibc takes blocks of some MiB, such as a chunk of weights, fresh from the system and gives them back at once, and new
 pages cost several times as much as copying into them; or it keeps them, in one arena a thread, and then resident memory
