@@ -3,7 +3,7 @@
 Axes: E experts of a layer, R rows of a slice, C columns.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from spes_mega.outer.merging import (
     choose_donors,
     cosine_similarity,
     merge_alpha,
+    merge_changes,
     merge_due,
     merge_rows,
     new_gram,
@@ -204,12 +205,13 @@ def _write_merged_layer(out: Publisher, mixture: Mixture, model: ModelSection, l
     donors: Donors = choose_donors(similarity_EE, merge.num_donors)
     for matrix in EXPERT_MATRICES:
         names = _expert_names(model, layer, matrix)
-        for start, before_E, rows_ERC in _expert_rows(mixture, names, out):
-            for name, before, merged in zip(names, before_E, merge_rows(rows_ERC, donors, merge.alpha), strict=True):
-                if before is None:
+        merging = merge_rows if mixture.terms.down(names[0]).lossless else merge_changes
+        for start, parts_E, rows_ERC in _expert_rows(mixture, names, out):
+            for name, parts, merged in zip(names, parts_E, merging(rows_ERC, donors, merge.alpha), strict=True):
+                if parts is None:
                     out.values(name, start, merged)
                 else:
-                    out.change(name, start, before, merged.sub_(before))
+                    out.merged(name, start, *parts, merged)
     return similarity_of(similarity_EE)
 
 
@@ -226,13 +228,21 @@ def _expert_names(model: ModelSection, layer: int, matrix: str) -> list[str]:
 
 def _expert_rows(
     mixture: Mixture, names: list[str], out: Publisher | None
-) -> Iterator[tuple[int, list[Tensor | None], Tensor]]:
-    """(start, published rows if they are lossy, new rows [E, R, C]) of one matrix of all experts, slice by slice."""
+) -> Iterator[tuple[int, Sequence[tuple[Tensor, Tensor] | None], Tensor]]:
+    """(start, published rows and their change, new rows [E, R, C]) of one matrix of all experts, slice by slice.
+
+    What is published without loss has only the new rows.
+    """
     lossless = mixture.terms.down(names[0]).lossless
     for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names), budget=_MERGED_BYTES):
         if lossless:
             yield start, [None] * len(names), torch.stack([mixture.values(n, start, stop, out) for n in names])
         else:
-            before_E = [mixture.previous.rows(name, start, stop) for name in names]
-            rows_E = [mixture.change(n, start, stop, b, out).add_(b) for n, b in zip(names, before_E, strict=True)]
-            yield start, [*before_E], torch.stack(rows_E)
+            rows_ERC = torch.empty(len(names), stop - start, *mixture.shape(names[0])[1:])
+            parts_E = []
+            for name, rows in zip(names, rows_ERC, strict=True):
+                before = mixture.previous.rows(name, start, stop)
+                change = mixture.change(name, start, stop, before, out)
+                torch.add(before, change, out=rows)
+                parts_E.append((before, change))
+            yield start, parts_E, rows_ERC

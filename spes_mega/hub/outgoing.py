@@ -10,7 +10,7 @@ from torch import Tensor
 from spes_mega.hub.forms import Form, data_bytes, payload_header, row_slices
 from spes_mega.hub.frames import Piece
 from spes_mega.hub.published import Published
-from spes_mega.hub.terms import Terms
+from spes_mega.hub.terms import Terms, merge_name
 from spes_mega.layout.safetensors_format import byte_count
 from spes_mega.layout.tensor_bytes import bytes_of
 from spes_mega.outer.codecs import FP32
@@ -22,6 +22,10 @@ class Part(Enum):
     PUBLISHED = "values that all nodes hold"
     EXACT = "exact values, for the node that alone trains the tensor"
     DELTA = "the change since the last round, in its codec"
+    MERGE = "what a merge changed, in its codec, for the node that alone trains the tensor"
+
+
+_CHANGES = (Part.DELTA, Part.MERGE)
 
 
 def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Part]:
@@ -30,17 +34,20 @@ def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Pa
 
 
 def partial_parts(
-    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], terms: Terms
+    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], merged: bool, terms: Terms
 ) -> dict[str, Part]:
     """What a node lacks that holds the state before.
 
     `before` is what it alone trained for this state, `private` what it alone trains from it on, and `held` that of
-    which its own values are those that the hub has.
+    which its own values are those that the hub has, or had before it `merged` experts.
     """
     parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
     for name in before | private:
         if name in before and name in private and name in held:
-            parts.pop(name, None)
+            if not merged:
+                parts.pop(name, None)
+            else:
+                parts[name] = Part.EXACT if terms.down(name).lossless else Part.MERGE
         else:
             parts[name] = Part.EXACT if name in private else Part.PUBLISHED
     return parts
@@ -53,7 +60,7 @@ class Outgoing:
         self._state = state
         self._parts = {name: parts[name] for name in state.names if name in parts}
         forms = {
-            name: Form(state.shape(name), terms.down(name) if part is Part.DELTA else FP32)
+            name: Form(state.shape(name), terms.down(name) if part in _CHANGES else FP32)
             for name, part in self._parts.items()
         }
         self.header = payload_header(forms)
@@ -63,8 +70,8 @@ class Outgoing:
         """All bytes in order, in pieces of at most `at_once` bytes (or one row)."""
         yield Piece(len(self.header), lambda: self.header)
         for name, part in self._parts.items():
-            if part is Part.DELTA:
-                yield from self._delta(name, at_once)
+            if part in _CHANGES:
+                yield from self._change(merge_name(name) if part is Part.MERGE else name, at_once)
                 continue
             read = self._state.exact if part is Part.EXACT else self._state.rows
             shape = self._state.shape(name)
@@ -72,7 +79,7 @@ class Outgoing:
                 size = byte_count(torch.float32, (stop - start, *shape[1:]))
                 yield Piece(size, partial(_bytes, read, name, start, stop))
 
-    def _delta(self, name: str, at_once: int) -> Iterator[Piece]:
+    def _change(self, name: str, at_once: int) -> Iterator[Piece]:
         delta = self._state.delta
         assert delta is not None, "a state that is published with loss has its delta beside it"
         for begin, length in delta.raw(name):

@@ -4,7 +4,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-PROTOCOL = 2
+PROTOCOL = 3
 TOKENS_KEY = "tokens"
 """Key in a push's metadata: how many tokens the node trained on in the round."""
 

@@ -3,13 +3,14 @@
     model.safetensors       P: the published weights, fp32
     residual.safetensors    R: what publishing them in a lossy codec lost so far; P + R is the exact state
     velocity.safetensors    momentum of the outer optimizer
-    delta.safetensors       the payload that took the last round's P to this one
+    delta.safetensors       the payload that took the last round's P to this one; with a merge also what that changed of
+                            each expert for the node that alone trains it
 
 The last three are there only where the recipe asks for a lossy codec down, or for momentum.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from spes_mega.errors import SpesError, StoreError
 from spes_mega.hub.faults import PayloadError
-from spes_mega.hub.forms import Forms, Shape, forms_of, in_fp32
+from spes_mega.hub.forms import Forms, Shape, in_fp32
 from spes_mega.hub.payload import PayloadWriter, StoredPayload
-from spes_mega.hub.terms import Terms
+from spes_mega.hub.terms import Terms, delta_forms, merge_name
 from spes_mega.layout.checksums import TensorChecksums
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
 from spes_mega.layout.writer import CheckpointWriter
@@ -98,16 +99,24 @@ class Published:
 class Publisher:
     """Writes the state that follows on another one, by rows."""
 
-    def __init__(self, weights: CheckpointWriter, terms: Terms, changed: Iterable[str], stack: ExitStack) -> None:
-        """`changed` are the names that will be published anew; `stack` closes the files."""
+    def __init__(
+        self,
+        weights: CheckpointWriter,
+        terms: Terms,
+        changed: Iterable[str],
+        merged: Collection[str],
+        stack: ExitStack,
+    ) -> None:
+        """`changed` are the names that will be published anew, `merged` the `merged_names` if the round ends with a
+        merge; `stack` closes the files."""
         self._weights, self._terms = weights, terms
+        self._merged = frozenset(merged)
         self._stack = stack
         self._files: dict[str, tuple[BinaryIO, TensorChecksums]] = {}
         shapes = {name: weights.shape(name) for name in weights.names}
         lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
         moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
-        changes = {name: lossy[name] for name in changed if name in lossy}
-        self._delta = self._payload(DELTA, forms_of(changes, terms.down)) if lossy else None
+        self._delta = self._payload(DELTA, delta_forms(shapes, terms, changed, merged)) if lossy else None
         self._residual = self._payload(RESIDUAL, in_fp32(lossy)) if lossy else None
         self._velocity = self._payload(VELOCITY, in_fp32(moving)) if moving else None
 
@@ -138,6 +147,19 @@ class Publisher:
         self._weights.write_rows(name, start, _finite(name, before))
         self._residual.write_rows(name, start, change)
 
+    def merged(self, name: str, start: int, before: Tensor, change: Tensor, merge: Tensor) -> None:
+        """The same after a merge that changes new exact rows, before + change, by `merge`. All are overwritten.
+
+        Who alone trains an expert gets what the codec makes of `merge`, so that is the merge for everybody.
+        """
+        if name in self._merged:
+            assert self._delta is not None, "the tensor is lossy"
+            wire, scale = self._delta.write_rows(merge_name(name), start, merge)
+            lossy(self._terms.down(name)).add(change, wire, scale)
+        else:
+            change.add_(merge)
+        self.change(name, start, before, change)
+
     def unchanged(self, name: str, start: int, rows: Tensor, residual: Tensor) -> None:
         """Rows of P and R of a lossy tensor, as they were."""
         assert self._residual is not None, "the tensor is lossy"
@@ -165,9 +187,11 @@ def _finite(name: str, rows: Tensor) -> Tensor:
 
 
 @contextmanager
-def publishing(weights: CheckpointWriter, terms: Terms, changed: Iterable[str]) -> Iterator[Publisher]:
+def publishing(
+    weights: CheckpointWriter, terms: Terms, changed: Iterable[str], merged: Collection[str] = ()
+) -> Iterator[Publisher]:
     """A Publisher whose files are closed in the end; the CheckpointWriter makes them durable and commits them."""
     with ExitStack() as stack:
-        publisher = Publisher(weights, terms, changed, stack)
+        publisher = Publisher(weights, terms, changed, merged, stack)
         yield publisher
         publisher.add_checksums()

@@ -201,10 +201,13 @@ class Replica:
             yield start, rows
 
     def _check(self, payload: StoredPayload, round_: int, full: bool) -> None:
+        # What the hub has of these is what this node has.
+        own = self._kept if self.pushed_round == self.round else set()
+        foreign = set(self._private) - own
         for name, (shape, codec) in payload.forms.items():
             if shape != self.shapes.get(name):
                 raise PayloadError(f"state of round {round_}: {name} of shape {shape} was not expected")
-            if not codec.lossless and (full or name in self._private or codec is not self._terms.down(name)):
+            if not codec.lossless and (full or name in foreign or codec is not self._terms.down(name)):
                 raise PayloadError(f"state of round {round_}: {name} came in {codec.name}, which was not expected")
         if full and (missing := [name for name in self.shapes if name not in payload.forms]):
             raise PayloadError(f"state of round {round_}: {missing[0]} is missing")
@@ -212,9 +215,9 @@ class Replica:
             return
         if self.round != round_ - 1:
             raise PayloadError(f"the hub sent the change to round {round_} to a node that holds round {self.round}")
-        left_out = (name for name in self._pushed if name not in payload.forms and name not in self._kept)
-        if self.pushed_round == self.round and (missing_name := next(left_out, None)):
-            raise PayloadError(f"state of round {round_}: {missing_name} is missing, which others train too")
+        needed = foreign.union(self._pushed if self.pushed_round == self.round else ()) - own
+        if left_out := sorted(needed.difference(payload.forms)):
+            raise PayloadError(f"state of round {round_}: {left_out[0]} is missing, which is not this node's alone")
 
     def read(self, name: str) -> Tensor:
         """A tensor as the node begins the round with it, fp32."""

@@ -27,7 +27,7 @@ from spes_mega.hub.room import Pause, Room, noticing_full
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import Staging, most_tokens, tokens_of
 from spes_mega.hub.store import Closing, Store
-from spes_mega.hub.terms import Terms, bytes_beside, changed_names
+from spes_mega.hub.terms import Terms, bytes_beside, changed_names, merged_names
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.merging import Similarity, mean_similarity
@@ -296,9 +296,10 @@ class Run:
             return full_parts(self.shapes, private), True
         changed = changed_names(self.shapes, trained, record.nodes, record.merged)
         before = self._terms.private(self.shapes, trained, node)
-        held = before if counted and not record.merged else set()
+        held = before if counted else set()
         # Without loss, what a node holds is exact, whoever else trains it from now on.
-        return partial_parts(changed, before, before if lossless else private, held, self._terms), False
+        begins = before if lossless else private
+        return partial_parts(changed, before, begins, held, record.merged, self._terms), False
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
@@ -348,7 +349,7 @@ class Run:
                     lambda writer: self._fill(writer, closed, mixture, round_, tokens, decided.absent, similarity),
                     base_config=previous.weights.config,
                     copy_from=self._store.round_dir(round_),
-                    beside=bytes_beside(self.shapes, self._terms, self._changed(round_, decided.nodes)),
+                    beside=bytes_beside(self.shapes, self._terms, *self._changed(round_, decided.nodes)),
                     publish=lambda: self._publish(closed, began),
                 )
         except StoreFullError as e:
@@ -365,8 +366,11 @@ class Run:
         self._aggregation_s = time.monotonic() - began
         self.rounds.committed(self.newest.round)
 
-    def _changed(self, round_: int, nodes: tuple[int, ...]) -> list[str]:
-        return changed_names(self.shapes, self.ownership, nodes, merge_of(self.recipe, round_) is not None)
+    def _changed(self, round_: int, nodes: tuple[int, ...]) -> tuple[list[str], list[str]]:
+        """What a round changes, and those experts of which it keeps for their owners what a merge changed."""
+        merging = merge_of(self.recipe, round_) is not None
+        changed = changed_names(self.shapes, self.ownership, nodes, merging)
+        return changed, merged_names(self.shapes, self.ownership, nodes, self._terms) if merging else []
 
     def _fill(
         self,
@@ -380,7 +384,7 @@ class Run:
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
         nodes = tuple(sorted(tokens))
-        with publishing(writer, self._terms, self._changed(round_, nodes)) as out:
+        with publishing(writer, self._terms, *self._changed(round_, nodes)) as out:
             similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
         closed.close_round(
             round_ + 1,

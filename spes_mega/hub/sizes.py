@@ -7,11 +7,10 @@ Headers with the names of tensors are counted, the frames around chunks (16 byte
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from spes_mega.hub.forms import Form, Forms, Shapes, data_bytes, forms_of, in_fp32, payload_header
+from spes_mega.hub.forms import Forms, Shapes, data_bytes, forms_of, in_fp32, payload_header
 from spes_mega.hub.protocol import TOKENS_KEY
-from spes_mega.hub.terms import Terms
+from spes_mega.hub.terms import Terms, delta_forms, merged_names
 from spes_mega.layout.names import expert_of
-from spes_mega.outer.codecs import FP32
 from spes_mega.outer.ownership import Ownership, private_names, pushed_names
 from spes_mega.recipe import SpesSection
 
@@ -34,10 +33,12 @@ class StateBytes:
     residual: int
     velocity: int
     delta: int
+    merge: int
+    """What a merge makes the delta larger; nothing where no experts are merged."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.residual + self.velocity + self.delta
+        return self.weights + self.residual + self.velocity + self.delta + self.merge
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,29 @@ def round_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership, node: i
     """For a node that took part in the round before, and trains the same experts in the next one."""
     terms = Terms(spes)
     private = terms.private(shapes, ownership, node)
-    others = forms_of(_chosen(shapes, [name for name in shapes if name not in private]), terms.down)
-    everything = {name: others.get(name, Form(shape, FP32)) for name, shape in shapes.items()}
+    others = [name for name in shapes if name not in private]
     return RoundBytes(
         up=push_bytes(shapes, spes, ownership, node, tokens),
-        down=payload_bytes(others),
-        down_after_merge=payload_bytes(everything),
+        down=payload_bytes(forms_of(_chosen(shapes, others), terms.down)),
+        down_after_merge=payload_bytes(forms_of(shapes, terms.down)),
     )
 
 
-def state_bytes(shapes: Shapes, spes: SpesSection) -> StateBytes:
+def state_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership) -> StateBytes:
     """Of a state that a round gave; that of round 0 is its weights alone."""
     terms = Terms(spes)
     lossy = _chosen(shapes, [name for name in shapes if not terms.down(name).lossless])
+    merged = merged_names(shapes, ownership, range(ownership.num_nodes), terms) if spes.merge_steps else ()
+    delta, after_merge = (
+        payload_bytes(delta_forms(shapes, terms, lossy, names)) if lossy else 0 for names in ((), merged)
+    )
     moving = _chosen(shapes, [name for name in shapes if terms.optimizer(name).momentum])
     return StateBytes(
         weights=payload_bytes(in_fp32(shapes)),
         residual=payload_bytes(in_fp32(lossy)) if lossy else 0,
         velocity=payload_bytes(in_fp32(moving)) if moving else 0,
-        delta=payload_bytes(forms_of(lossy, terms.down)) if lossy else 0,
+        delta=delta,
+        merge=after_merge - delta,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from spes_mega.hub.forms import Shapes, data_bytes, forms_of, header_limit, in_fp32
+from spes_mega.hub.forms import Form, Shapes, data_bytes, header_limit, in_fp32
 from spes_mega.layout.names import expert_of
 from spes_mega.outer.codecs import Codec, codec_named
 from spes_mega.outer.ownership import Ownership, private_names
@@ -53,10 +53,32 @@ def changed_names(names: Iterable[str], ownership: Ownership, pushed: Collection
     return [name for name in names if contributors(name, ownership, pushed) or (merged and expert_of(name) is not None)]
 
 
-def bytes_beside(shapes: Shapes, terms: Terms, changed: Collection[str]) -> int:
-    """At most, of what a new state has beside its weights: residual, momentum, and the payload that led to it."""
+def merged_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], terms: Terms) -> list[str]:
+    """Experts of which a merge sends their owner the change that it makes, in the codec that goes down: those that a
+    node which pushed alone trained, and that are published with loss."""
+    names = [name for name in names if not terms.down(name).lossless]
+    private = set[str]().union(*(terms.private(names, ownership, node) for node in pushed))
+    return [name for name in names if name in private]
+
+
+def merge_name(name: str) -> str:
+    """Name, beside a change that is published, of what a merge changed of an expert for its owner."""
+    return name + ".merge"
+
+
+def delta_forms(shapes: Shapes, terms: Terms, changed: Iterable[str], merged: Iterable[str]) -> dict[str, Form]:
+    """What is kept of a round's changes: all that is published with loss, and what a merge changed for owners."""
+    forms = {name: Form(shapes[name], terms.down(name)) for name in changed if not terms.down(name).lossless}
+    return forms | {merge_name(name): Form(shapes[name], terms.down(name)) for name in merged}
+
+
+def bytes_beside(shapes: Shapes, terms: Terms, changed: Collection[str], merged: Collection[str]) -> int:
+    """At most, of what a new state has beside its weights: residual, momentum, and the payload that led to it.
+
+    `merged` are the `merged_names` if it ends with a merge.
+    """
     lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
     moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
-    delta = {name: lossy[name] for name in changed if name in lossy}
-    payloads = [in_fp32(lossy)] * bool(lossy) + [in_fp32(moving)] * bool(moving) + [forms_of(delta, terms.down)]
+    payloads = [in_fp32(lossy)] * bool(lossy) + [in_fp32(moving)] * bool(moving)
+    payloads.append(delta_forms(shapes, terms, changed, merged))
     return sum(data_bytes(forms) + header_limit(forms) for forms in payloads if forms)

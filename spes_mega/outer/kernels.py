@@ -37,10 +37,10 @@ def divide(total, divisor, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def merge(rows, donors, begins, alpha, out):  # type: ignore[no-untyped-def]
-    """own + alpha * mean(donor - own), in fp64; `rows` and `out` are fp32 [E, N].
+def merge(rows, donors, begins, alpha, kept, out):  # type: ignore[no-untyped-def]
+    """kept * own + alpha * mean(donor - own), in fp64; `rows` and `out` are fp32 [E, N].
 
-    The donors of an expert e are those in `donors` from begins[e] to begins[e + 1]; without any it keeps its values.
+    The donors of an expert e are those in `donors` from begins[e] to begins[e + 1]; without any it takes nothing.
     """
     pull = np.empty(_BLOCK)
     for own in range(rows.shape[0]):
@@ -55,7 +55,7 @@ def merge(rows, donors, begins, alpha, out):  # type: ignore[no-untyped-def]
                 for i in range(length):
                     pull[i] += np.float64(donor[i]) - np.float64(values[i])
             for i in range(length):
-                out[own, start + i] = np.float32(pull[i] * weight + np.float64(values[i]))
+                out[own, start + i] = np.float32(pull[i] * weight + np.float64(values[i]) * kept)
 
 
 @_compiled

@@ -64,10 +64,19 @@ def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
 
     fp32 in and out. An expert that equals its donors, or has none, keeps its values exactly.
     """
+    return _merge(rows_ERC, donors, alpha, 1.0)
+
+
+def merge_changes(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
+    """alpha * mean(donor - own): what a merge adds to each expert."""
+    return _merge(rows_ERC, donors, alpha, 0.0)
+
+
+def _merge(rows_ERC: Tensor, donors: Donors, alpha: float, kept: float) -> Tensor:
     merged = torch.empty(rows_ERC.shape)
     flat, out = (values.numpy().reshape(len(donors), -1) for values in (rows_ERC.contiguous(), merged))
     begins = np.cumsum([0, *map(len, donors)])
-    kernels().merge(flat, np.array([*chain(*donors)], dtype=np.int64), begins, alpha, out)
+    kernels().merge(flat, np.array([*chain(*donors)], dtype=np.int64), begins, alpha, kept, out)
     return merged
 
 

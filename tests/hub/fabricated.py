@@ -80,7 +80,13 @@ def next_state(recipe, state, pushes, alpha=None, absent=()):
 
 
 def merged(recipe, state, alpha):
-    out = dict(state)
+    changes = merge_changes(recipe, state, alpha)
+    return {name: (old.double() + changes.get(name, 0)).float() for name, old in state.items()}
+
+
+def merge_changes(recipe, state, alpha):
+    """What a merge adds to experts that have donors, in fp64."""
+    out = {}
     experts = range(recipe.model.num_experts)
     for layer in filter(recipe.model.is_moe_layer, range(recipe.model.num_layers)):
         name = f"model.layers.{layer}.mlp.experts.{{}}.{{}}.weight".format
@@ -92,7 +98,7 @@ def merged(recipe, state, alpha):
             for matrix in ("gate_proj", "up_proj", "down_proj") if donors else ():
                 mine = state[name(own, matrix)].double()
                 pull = sum(state[name(d, matrix)].double() - mine for d in sorted(donors))
-                out[name(own, matrix)] = (mine + pull * (alpha / len(donors))).float()
+                out[name(own, matrix)] = pull * (alpha / len(donors))
     return out
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hub.fabricated import merged, ownership
+from hub.fabricated import merge_changes, merged, ownership
 from spes_mega.layout.names import expert_of
 from spes_mega.outer.ownership import private_names, pushed_names
 
@@ -27,6 +27,7 @@ class Reference:
         self.residual = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
         self.nodes = [dict(initial) for _ in range(recipe.spes.num_nodes)]
+        self._change, self._merged = {}, {}
         self.lost = [{} for _ in range(recipe.spes.num_nodes)]
 
     def terms(self, name):
@@ -47,19 +48,22 @@ class Reference:
         contributors = {name: [n for n in self.pushes(name) if n in trained] for name in self.published}
         targets = {name: self._target(name, contributors[name], trained, tokens) for name in self.published}
         if alpha is not None:
-            before, targets = targets, merged(self.recipe, targets, alpha)
-            for name in self.published:
-                if expert_of(name) is None:
-                    targets[name] = before[name]
-        sent = {}
+            changes = merge_changes(self.recipe, targets, alpha)
+            targets = merged(self.recipe, targets, alpha)
+            for name in filter(expert_of, self.published):
+                self._merge(name, changes[name].float(), contributors[name])
         for name, target in targets.items():
             if contributors[name] or (alpha is not None and expert_of(name) is not None):
-                sent[name] = self._publish(name, target, merged_=alpha is not None and expert_of(name) is not None)
+                self._publish(name, target)
         for node in trained:
             for name in self.published:
                 if node in contributors[name] and self.private(name, node):
-                    kept = alpha is None
-                    self.nodes[node][name] = trained[node][name] if kept else self.given(name, node)
+                    if alpha is None:
+                        self.nodes[node][name] = trained[node][name]
+                    elif self.terms(name)[1] == "fp32":
+                        self.nodes[node][name] = self.given(name, node)
+                    else:
+                        self.nodes[node][name] = trained[node][name] + self._merged[name]
                 else:
                     self.nodes[node][name] = self.published[name]
 
@@ -99,7 +103,6 @@ class Reference:
         return self._finish(name, self.residual[name] + step)
 
     def _finish(self, name, change):
-        self._change = getattr(self, "_change", {})
         self._change[name] = change
         return self.published[name] + change
 
@@ -119,12 +122,21 @@ class Reference:
             return parts[0].clone()
         return (sum(p.double() * w for p, w in zip(parts, weights, strict=True)) / weights.sum()).float()
 
-    def _publish(self, name, target, merged_):
+    def _merge(self, name, change, nodes):
+        """To be published is what its owner can be told of a merge, if it pushed."""
+        down = self.terms(name)[1]
+        if down == "fp32":
+            return
+        if nodes and self.private(name, nodes[0]):
+            change = self._merged[name] = through(down, change)
+        self._change[name] = self._change[name] + change
+
+    def _publish(self, name, target):
         down = self.terms(name)[1]
         before = self.published[name]
         if down == "fp32":
             self.published[name] = target
             return
-        change = target - before if merged_ else self._change[name]
+        change = self._change[name]
         self.published[name] = through(down, change) + before
         self.residual[name] = change + (before - self.published[name])

@@ -313,7 +313,7 @@ def test_strangers_are_refused_by_name(start_hub, connect):
         connect(hub, 2, token="right").pull()
     client = connect(hub, 0, token="right")
     client._caller.protocol = 99
-    with pytest.raises(HubRefusedError, match="speaks protocol 99, the hub 2"):
+    with pytest.raises(HubRefusedError, match="speaks protocol 99, the hub 3"):
         client.join()
     assert connect(hub, 0, token="right").join().round == 0
     with grpc.insecure_channel(hub.address) as channel:  # probes have no token

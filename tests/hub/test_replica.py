@@ -147,6 +147,20 @@ def test_a_state_may_be_pulled_again_after_the_push_that_follows_on_it(setting, 
     run.round()
 
 
+@pytest.mark.parametrize("merging", [False, True])
+def test_who_takes_the_place_of_a_node_that_has_pushed_gets_what_that_trained(setting, merging):
+    run = setting(merge_interval=20 if merging else 1000, merge_steps=500)
+    run.round()
+    run.nodes[0].push()
+    run.nodes[0] = run.node(0)
+    assert run.nodes[0].round == 1
+    run.nodes[1].push()
+    for node in run.nodes:
+        node.pull()
+        run.check(node)
+    run.round()
+
+
 def test_a_state_may_be_closed_after_its_client(setting):
     zero = setting().nodes[0]
     pulled = zero.client.pull()

@@ -49,11 +49,11 @@ class Measured(Node):
 
 @pytest.fixture
 def played(start_hub, tmp_path):
-    """Recipe, hub directory, and nodes after four rounds, of which the second ends with a merge."""
+    """Recipe, hub directory, and nodes after four rounds, of which the second and the fourth end with a merge."""
     nodes = []
 
     def play(**spes):
-        recipe = make_recipe(MODEL, merge_interval=20, merge_steps=21, merge_alpha=0.5, **spes)
+        recipe = make_recipe(MODEL, merge_interval=20, merge_steps=41, merge_alpha=0.5, **spes)
         hub = start_hub(recipe)
         for number in (0, 1):
             folder = tmp_path / f"node-{number}"
@@ -79,17 +79,18 @@ def test_payloads_and_files_are_those_of_real_rounds(played, spes):
         said = (shapes, recipe.spes, ownership(recipe), node.node, TOKENS[node.node])
         expected = round_bytes(*said)
         plain, merged = (expected.up, expected.down), (expected.up, expected.down_after_merge)
-        assert node.moved == [plain, merged, plain, plain]
+        assert node.moved == [plain, merged, plain, merged]
         spools = spool_bytes(*said)
         assert spools.state == node.first
         # The file for states is cut to what came last; and the system counts whole pages.
         there = spools.total - spools.state + node.moved[-1][1]
         assert node.disk_bytes() == pytest.approx(there, rel=0.02)
     last = max((state / "rounds").iterdir())
-    said = state_bytes(shapes, recipe.spes)
-    for part in ("residual", "velocity", "delta"):
+    said = state_bytes(shapes, recipe.spes, ownership(recipe))
+    files = {"residual": said.residual, "velocity": said.velocity, "delta": said.delta + said.merge}
+    for part, size in files.items():
         file = last / f"{part}.safetensors"
-        assert getattr(said, part) == (file.stat().st_size if file.exists() else 0), part
+        assert size == (file.stat().st_size if file.exists() else 0), part
     assert said.weights == pytest.approx((last / "model.safetensors").stat().st_size, rel=0.001)
 
 

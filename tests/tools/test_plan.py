@@ -317,7 +317,9 @@ def test_disks_hold_what_lossy_codecs_overlap_and_momentum_need():
     assert plain.node == plain.node_spools == pytest.approx(state + trained, rel=1e-3)
     lossy = disk("spes.wire=bf16")
     assert lossy.hub_weights == plain.hub_weights
-    assert lossy.hub_beside == pytest.approx(3 * 1.5 * state, rel=1e-3)  # residual, and the change in bf16
+    # Residual, and the change in bf16; in one state of three, what a merge has changed of all experts.
+    assert lossy.hub_beside == pytest.approx(3 * 1.5 * state + 16 * experts / 2, rel=1e-3)
+    assert disk("spes.wire=bf16", "spes.merge_steps=0").hub_beside == pytest.approx(3 * 1.5 * state, rel=1e-3)
     assert lossy.hub_pushes == pytest.approx(plain.hub_pushes / 2, rel=1e-3)
     # A state and a push, the published weights, the node's experts that are staged, two residuals.
     assert lossy.node_spools == pytest.approx(2 * state + trained / 2 + experts + 2 * trained, rel=1e-3)

@@ -44,7 +44,8 @@ class Disk:
 def planned_disk(recipe: Recipe, ownership: Ownership, tokens: int) -> Disk:
     """`tokens` are what a node trains on in a round."""
     shapes, spes = expected_tensors(recipe.model), recipe.spes
-    state = state_bytes(shapes, spes)
+    state = state_bytes(shapes, spes, ownership)
+    merged = min(STATES, -(-STATES * spes.sync_every // spes.merge_interval))
     snapshots = -(-recipe.num_rounds // spes.snapshot_every)
     # Nodes with equally many experts need the same but for the names of these.
     nodes = range(ownership.num_nodes)
@@ -54,7 +55,7 @@ def planned_disk(recipe: Recipe, ownership: Ownership, tokens: int) -> Disk:
     kept = recipe.checkpoint.keep_last + 1 if recipe.checkpoint.every else 0
     return Disk(
         hub_weights=STATES * state.weights,
-        hub_beside=STATES * (state.total - state.weights),
+        hub_beside=STATES * (state.residual + state.velocity + state.delta) + merged * state.merge,
         hub_pushes=PUSHES * sum(push_bytes(shapes, spes, ownership, node, tokens) for node in nodes),
         hub_snapshots=snapshots * state.weights,
         node_spools=max(spool_bytes(shapes, spes, ownership, node, tokens).total for node in nodes),
