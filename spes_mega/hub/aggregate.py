@@ -3,9 +3,11 @@
 Axes: E experts of a layer, R rows of a slice, C columns.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ from spes_mega.recipe import ModelSection, Recipe
 
 THREADS = 2
 """They work on tensors of their own: most of the time goes to the kernel and to torch, which need no GIL."""
-_MERGED_BYTES = 4 << 20
+_MERGED_BYTES = 16 << 20
 """Of the rows of all experts that are merged at once."""
 
 
@@ -171,10 +173,18 @@ def write_next_state(
         still_wanted()
         _write_tensor(out, mixture, name)
 
+    spaces = SimpleQueue[_Space]()
+    for _ in range(THREADS):
+        spaces.put(_Space())
+
     def merged(layer: int) -> tuple[int, Similarity]:
         assert merge is not None, "it is due"
         still_wanted()
-        return layer, _write_merged_layer(out, mixture, model, layer, merge)
+        space = spaces.get()
+        try:
+            return layer, _write_merged_layer(out, mixture, model, layer, merge, space)
+        finally:
+            spaces.put(space)
 
     layers = [] if merge is None else list(filter(model.is_moe_layer, range(model.num_layers)))
     # No two threads write to one tensor, and each is written as one thread alone would.
@@ -200,14 +210,32 @@ def _write_tensor(out: Publisher, mixture: Mixture, name: str) -> None:
             out.unchanged(name, start, before, change)
 
 
-def _write_merged_layer(out: Publisher, mixture: Mixture, model: ModelSection, layer: int, merge: Merge) -> Similarity:
-    similarity_EE = _similarity(mixture, model, layer)
+class _Space:
+    """Memory for rows of all experts, which is used again for every slice: what is freed would be cut up for smaller
+    blocks, and the hub's memory grow."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Tensor] = {}
+
+    def rows(self, use: str, shape: Shape) -> Tensor:
+        """fp32, with any values; the memory of the last rows for that use."""
+        size = math.prod(shape)
+        if use not in self._blocks or self._blocks[use].numel() < size:
+            self._blocks[use] = torch.empty(size)
+        return self._blocks[use][:size].view(shape)
+
+
+def _write_merged_layer(
+    out: Publisher, mixture: Mixture, model: ModelSection, layer: int, merge: Merge, space: _Space
+) -> Similarity:
+    similarity_EE = _similarity(mixture, model, layer, space)
     donors: Donors = choose_donors(similarity_EE, merge.num_donors)
     for matrix in EXPERT_MATRICES:
         names = _expert_names(model, layer, matrix)
         merging = merge_rows if mixture.terms.down(names[0]).lossless else merge_changes
-        for start, parts_E, rows_ERC in _expert_rows(mixture, names, out):
-            for name, parts, merged in zip(names, parts_E, merging(rows_ERC, donors, merge.alpha), strict=True):
+        for start, parts_E, rows_ERC in _expert_rows(mixture, names, out, space):
+            merged_ERC = merging(rows_ERC, donors, merge.alpha, space.rows("merged", tuple(rows_ERC.shape)))
+            for name, parts, merged in zip(names, parts_E, merged_ERC, strict=True):
                 if parts is None:
                     out.values(name, start, merged)
                 else:
@@ -215,9 +243,9 @@ def _write_merged_layer(out: Publisher, mixture: Mixture, model: ModelSection, l
     return similarity_of(similarity_EE)
 
 
-def _similarity(mixture: Mixture, model: ModelSection, layer: int) -> Tensor:
+def _similarity(mixture: Mixture, model: ModelSection, layer: int, space: _Space) -> Tensor:
     gram_EE = new_gram(model.num_experts)
-    for _, _, rows_ERC in _expert_rows(mixture, _expert_names(model, layer, SIMILARITY_MATRIX), None):
+    for _, _, rows_ERC in _expert_rows(mixture, _expert_names(model, layer, SIMILARITY_MATRIX), None, space):
         add_to_gram(gram_EE, rows_ERC)
     return cosine_similarity(gram_EE)
 
@@ -227,7 +255,7 @@ def _expert_names(model: ModelSection, layer: int, matrix: str) -> list[str]:
 
 
 def _expert_rows(
-    mixture: Mixture, names: list[str], out: Publisher | None
+    mixture: Mixture, names: list[str], out: Publisher | None, space: _Space
 ) -> Iterator[tuple[int, Sequence[tuple[Tensor, Tensor] | None], Tensor]]:
     """(start, published rows and their change, new rows [E, R, C]) of one matrix of all experts, slice by slice.
 
@@ -235,14 +263,16 @@ def _expert_rows(
     """
     lossless = mixture.terms.down(names[0]).lossless
     for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names), budget=_MERGED_BYTES):
+        shape = len(names), stop - start, *mixture.shape(names[0])[1:]
+        rows_ERC = space.rows("rows", shape)
         if lossless:
-            yield start, [None] * len(names), torch.stack([mixture.values(n, start, stop, out) for n in names])
-        else:
-            rows_ERC = torch.empty(len(names), stop - start, *mixture.shape(names[0])[1:])
-            parts_E = []
             for name, rows in zip(names, rows_ERC, strict=True):
-                before = mixture.previous.rows(name, start, stop)
-                change = mixture.change(name, start, stop, before, out)
+                rows.copy_(mixture.values(name, start, stop, out))
+            yield start, [None] * len(names), rows_ERC
+        else:
+            parts_E = [*zip(space.rows("before", shape), space.rows("change", shape), strict=True)]
+            for name, rows, (before, change) in zip(names, rows_ERC, parts_E, strict=True):
+                before.copy_(mixture.previous.rows(name, start, stop))
+                change.copy_(mixture.change(name, start, stop, before, out))
                 torch.add(before, change, out=rows)
-                parts_E.append((before, change))
             yield start, parts_E, rows_ERC

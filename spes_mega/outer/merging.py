@@ -18,6 +18,9 @@ Donors = tuple[tuple[int, ...], ...]
 SIMILARITY_MATRIX = "gate_proj"
 """The matrix whose flattened values are compared (the gated FFN's input projection)."""
 
+_GRAM_COLUMNS = 1 << 15
+"""Values of each expert that are converted to fp64 at once."""
+
 
 def merge_alpha(step: int, *, alpha: float, merge_steps: int) -> float:
     """Weight of the donors at `step`: alpha * (1 - step / merge_steps), and 0 from merge_steps on."""
@@ -36,8 +39,9 @@ def new_gram(num_experts: int) -> Tensor:
 
 def add_to_gram(gram_EE: Tensor, rows_ERC: Tensor) -> None:
     """Add the inner products of one slice of all experts' rows; slices may be of any size."""
-    flat = rows_ERC.reshape(rows_ERC.shape[0], -1).to(torch.float64)
-    gram_EE.addmm_(flat, flat.T)
+    for flat in rows_ERC.flatten(1).split(_GRAM_COLUMNS, dim=1):
+        exact = flat.to(torch.float64)
+        gram_EE.addmm_(exact, exact.T)
 
 
 def cosine_similarity(gram_EE: Tensor) -> Tensor:
@@ -59,24 +63,24 @@ def choose_donors(similarity_EE: Tensor, count: int) -> Donors:
     )
 
 
-def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
+def merge_rows(rows_ERC: Tensor, donors: Donors, alpha: float, out: Tensor | None = None) -> Tensor:
     """own + alpha * mean(donor - own) for one slice of all experts, from the values before any merge.
 
     fp32 in and out. An expert that equals its donors, or has none, keeps its values exactly.
     """
-    return _merge(rows_ERC, donors, alpha, 1.0)
+    return _merge(rows_ERC, donors, alpha, 1.0, out)
 
 
-def merge_changes(rows_ERC: Tensor, donors: Donors, alpha: float) -> Tensor:
+def merge_changes(rows_ERC: Tensor, donors: Donors, alpha: float, out: Tensor | None = None) -> Tensor:
     """alpha * mean(donor - own): what a merge adds to each expert."""
-    return _merge(rows_ERC, donors, alpha, 0.0)
+    return _merge(rows_ERC, donors, alpha, 0.0, out)
 
 
-def _merge(rows_ERC: Tensor, donors: Donors, alpha: float, kept: float) -> Tensor:
-    merged = torch.empty(rows_ERC.shape)
-    flat, out = (values.numpy().reshape(len(donors), -1) for values in (rows_ERC.contiguous(), merged))
+def _merge(rows_ERC: Tensor, donors: Donors, alpha: float, kept: float, out: Tensor | None) -> Tensor:
+    merged = torch.empty(rows_ERC.shape) if out is None else out
+    flat, into = (values.numpy().reshape(len(donors), -1) for values in (rows_ERC.contiguous(), merged))
     begins = np.cumsum([0, *map(len, donors)])
-    kernels().merge(flat, np.array([*chain(*donors)], dtype=np.int64), begins, alpha, kept, out)
+    kernels().merge(flat, np.array([*chain(*donors)], dtype=np.int64), begins, alpha, kept, into)
     return merged
 
 

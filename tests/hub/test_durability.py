@@ -49,7 +49,10 @@ def disk(monkeypatch):
 LOSSY = {"wire": {"up": "int8", "down": "bf16"}, "outer": {"shared": {"optimizer": "nesterov", "momentum": 0.9}}}
 
 
-@pytest.mark.parametrize("spes", [{}, LOSSY, {"merge_interval": 10, "merge_steps": 30}], ids=["fp32", "lossy", "merge"])
+MERGING = {"merge_interval": 10, "merge_steps": 30}
+
+
+@pytest.mark.parametrize("spes", [{}, LOSSY, MERGING, LOSSY | MERGING], ids=["fp32", "lossy", "merge", "lossy merge"])
 def test_a_state_that_was_lost_is_made_again_bit_for_bit(start_hub, connect, disk, tmp_path, spes):
     recipe, state = make_recipe(train={"steps": 30}, **spes), tmp_path / "state"
     hub = start_hub(recipe)

@@ -1,4 +1,4 @@
-"""A long run under faults: `make soak`, or `python -m soak --rounds 200 --seed 1 --codec fp32|bf16|int8` in tests/.
+"""A long run under faults: `make soak`, or `python -m soak --rounds 200 --codec fp32|bf16|int8 --merge` in tests/.
 
 A real hub and 8 nodes with made-up training, each behind a line of its own. Every few seconds something fails. In the
 end the hub's state has to be what the pushes that it accepted give, its memory must not have grown, and nothing may be
@@ -28,6 +28,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--codec", choices=["fp32", "bf16", "int8"], default="fp32")
+    parser.add_argument("--merge", action="store_true", help="every third round ends with a merge of experts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="spes-soak-") as folder:
         problems = soak(Path(folder), options)
@@ -44,6 +45,7 @@ def soak(folder, options):
         num_nodes=NODES,
         min_nodes=2,
         wire=options.codec,
+        **({"merge_interval": 30, "merge_steps": 10 * options.rounds} if options.merge else {}),
         snapshot_every=50,
         **deadlines,
     )
@@ -64,6 +66,7 @@ def soak(folder, options):
     figures = {
         "rounds": options.rounds,
         "codec": options.codec,
+        "merging": options.merge,
         "seed": options.seed,
         "seconds": round(time.monotonic() - began, 1),
         "faults": faults.counts,
@@ -82,7 +85,8 @@ def check(state, hub, nodes, options):
         yield f"rounds {[record['round'] for record in records]}"
         return
     pushes = [{n: nodes[n].sent[record["round"] - 1] for n in record["nodes"]} for record in records]
-    expected = replayed(hub.initial, pushes, options.codec)
+    alphas = [record["merge_alpha"] for record in records]
+    expected = replayed(nodes[0].recipe, hub.initial, pushes, alphas)
     yield from differing(state / f"snapshots/round-{options.rounds:06d}", expected)
     kept = sorted(path.relative_to(state).as_posix() for path in state.glob("[rp]*s/*"))
     last = [f"pushes/{options.rounds:06d}", *(f"rounds/{n:06d}" for n in (options.rounds - 1, options.rounds))]

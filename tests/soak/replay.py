@@ -2,8 +2,10 @@
 
 import safetensors.torch
 import torch
-from hub.fabricated import read_state
+from hub.fabricated import merge_changes, merged, read_state
 from hub.reference import through
+
+from spes_mega.layout.names import expert_of
 
 
 def received(payload):
@@ -20,24 +22,41 @@ def received(payload):
     return out
 
 
-def replayed(initial, rounds, codec):
-    """The published state after rounds of {node: payload}: means, moved by what the codec makes of them."""
+def replayed(recipe, initial, rounds, alphas):
+    """The published state after rounds of {node: payload}: means, moved by what the codec makes of them.
+
+    `alphas` are those of the merges; None where a round ends without one. Every expert has one owner.
+    """
+    codec = recipe.spes.wire.down.shared
     published = dict(initial)
     lost = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
-    for payloads in rounds:
-        pushes = [received(payload) for _, payload in sorted(payloads.items())]
-        for name, before in list(published.items()):
-            parts = [tensors[name] for tensors in pushes if name in tensors]
-            if not parts:
-                continue
-            mean = parts[0] if len(parts) == 1 else (sum(p.double() for p in parts) / len(parts)).float()
-            if codec == "fp32":
-                published[name] = mean
-                continue
-            change = lost[name] + mean
+    for payloads, alpha in zip(rounds, alphas, strict=True):
+        means = mean_of([received(payload) for _, payload in sorted(payloads.items())])
+        if codec == "fp32":
+            published |= means
+            published = published if alpha is None else merged(recipe, published, alpha)
+            continue
+        changes = {name: lost[name] + mean for name, mean in means.items()}
+        if alpha is not None:
+            changes |= {name: lost[name] for name in published if expert_of(name) and name not in means}
+            exact = {name: before + changes.get(name, 0) for name, before in published.items()}
+            for name, merge in merge_changes(recipe, exact, alpha).items():
+                # Who trained an expert gets what the codec makes of it.
+                changes[name] = changes[name] + (through(codec, merge.float()) if name in means else merge.float())
+        for name, change in changes.items():
+            before = published[name]
             published[name] = through(codec, change) + before
             lost[name] = change + (before - published[name])
     return published
+
+
+def mean_of(pushes):
+    """Of each tensor, over those that have it."""
+    means = {}
+    for name in dict.fromkeys(name for tensors in pushes for name in tensors):
+        parts = [tensors[name] for tensors in pushes if name in tensors]
+        means[name] = parts[0] if len(parts) == 1 else (sum(p.double() for p in parts) / len(parts)).float()
+    return means
 
 
 def differing(directory, expected):
