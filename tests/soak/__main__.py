@@ -86,6 +86,8 @@ def check(state, hub, nodes, options):
         return
     pushes = [{n: nodes[n].sent[record["round"] - 1] for n in record["nodes"]} for record in records]
     alphas = [record["merge_alpha"] for record in records]
+    if options.merge and not any(alphas):
+        yield "no experts were merged"
     expected = replayed(nodes[0].recipe, hub.initial, pushes, alphas)
     yield from differing(state / f"snapshots/round-{options.rounds:06d}", expected)
     kept = sorted(path.relative_to(state).as_posix() for path in state.glob("[rp]*s/*"))
