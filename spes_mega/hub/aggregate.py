@@ -4,7 +4,7 @@ Axes: E experts of a layer, R rows of a slice, C columns.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -116,6 +116,13 @@ class Mixture:
         elif (step := self._step(name, start, stop, before, out)) is not None:
             residual.add_(step)
         return residual
+
+    def exact(self, name: str, start: int, stop: int) -> Tensor:
+        """New exact rows of any tensor, fp32."""
+        if self.terms.down(name).lossless:
+            return self.values(name, start, stop)
+        before = self.previous.rows(name, start, stop)
+        return before.add_(self.change(name, start, stop, before))
 
     def _pushes_are_the_state(self, name: str) -> bool:
         averages = self.terms.optimizer(name).averages and self.terms.up(name).lossless
@@ -232,20 +239,57 @@ def _write_merged_layer(
     donors: Donors = choose_donors(similarity_EE, merge.num_donors)
     for matrix in EXPERT_MATRICES:
         names = _expert_names(model, layer, matrix)
-        merging = merge_rows if mixture.terms.down(names[0]).lossless else merge_changes
-        for start, parts_E, rows_ERC in _expert_rows(mixture, names, out, space):
-            merged_ERC = merging(rows_ERC, donors, merge.alpha, space.rows("merged", tuple(rows_ERC.shape)))
-            for name, parts, merged in zip(names, parts_E, merged_ERC, strict=True):
-                if parts is None:
-                    out.values(name, start, merged)
-                else:
-                    out.merged(name, start, *parts, merged)
+        write = _write_merged_values if mixture.terms.down(names[0]).lossless else _write_merged_changes
+        for start, stop in _expert_slices(mixture, names):
+            write(out, mixture, names, start, stop, donors, merge.alpha, space)
     return similarity_of(similarity_EE)
 
 
+def _write_merged_values(
+    out: Publisher,
+    mixture: Mixture,
+    names: list[str],
+    start: int,
+    stop: int,
+    donors: Donors,
+    alpha: float,
+    space: _Space,
+) -> None:
+    shape = _shape(mixture, names, start, stop)
+    rows_ERC = space.rows("rows", shape)
+    for name, rows in zip(names, rows_ERC, strict=True):
+        rows.copy_(mixture.values(name, start, stop, out))
+    for name, merged in zip(names, merge_rows(rows_ERC, donors, alpha, space.rows("merged", shape)), strict=True):
+        out.values(name, start, merged)
+
+
+def _write_merged_changes(
+    out: Publisher,
+    mixture: Mixture,
+    names: list[str],
+    start: int,
+    stop: int,
+    donors: Donors,
+    alpha: float,
+    space: _Space,
+) -> None:
+    shape = _shape(mixture, names, start, stop)
+    before_ERC, change_ERC, rows_ERC = (space.rows(use, shape) for use in ("before", "change", "rows"))
+    for name, before, change, rows in zip(names, before_ERC, change_ERC, rows_ERC, strict=True):
+        before.copy_(mixture.previous.rows(name, start, stop))
+        change.copy_(mixture.change(name, start, stop, before, out))
+        torch.add(before, change, out=rows)
+    merge_ERC = merge_changes(rows_ERC, donors, alpha, space.rows("merged", shape))
+    for name, before, change, merge in zip(names, before_ERC, change_ERC, merge_ERC, strict=True):
+        out.merged(name, start, before, change, merge)
+
+
 def _similarity(mixture: Mixture, model: ModelSection, layer: int, space: _Space) -> Tensor:
-    gram_EE = new_gram(model.num_experts)
-    for _, _, rows_ERC in _expert_rows(mixture, _expert_names(model, layer, SIMILARITY_MATRIX), None, space):
+    gram_EE, names = new_gram(model.num_experts), _expert_names(model, layer, SIMILARITY_MATRIX)
+    for start, stop in _expert_slices(mixture, names):
+        rows_ERC = space.rows("rows", _shape(mixture, names, start, stop))
+        for name, rows in zip(names, rows_ERC, strict=True):
+            rows.copy_(mixture.exact(name, start, stop))
         add_to_gram(gram_EE, rows_ERC)
     return cosine_similarity(gram_EE)
 
@@ -254,25 +298,11 @@ def _expert_names(model: ModelSection, layer: int, matrix: str) -> list[str]:
     return [expert_name(layer, expert, matrix) for expert in range(model.num_experts)]
 
 
-def _expert_rows(
-    mixture: Mixture, names: list[str], out: Publisher | None, space: _Space
-) -> Iterator[tuple[int, Sequence[tuple[Tensor, Tensor] | None], Tensor]]:
-    """(start, published rows and their change, new rows [E, R, C]) of one matrix of all experts, slice by slice.
+def _expert_slices(mixture: Mixture, names: list[str]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the rows of one matrix that are taken of all experts at once."""
+    return row_slices(mixture.shape(names[0]), row_bytes_factor=len(names), budget=_MERGED_BYTES)
 
-    What is published without loss has only the new rows.
-    """
-    lossless = mixture.terms.down(names[0]).lossless
-    for start, stop in row_slices(mixture.shape(names[0]), row_bytes_factor=len(names), budget=_MERGED_BYTES):
-        shape = len(names), stop - start, *mixture.shape(names[0])[1:]
-        rows_ERC = space.rows("rows", shape)
-        if lossless:
-            for name, rows in zip(names, rows_ERC, strict=True):
-                rows.copy_(mixture.values(name, start, stop, out))
-            yield start, [None] * len(names), rows_ERC
-        else:
-            parts_E = [*zip(space.rows("before", shape), space.rows("change", shape), strict=True)]
-            for name, rows, (before, change) in zip(names, rows_ERC, parts_E, strict=True):
-                before.copy_(mixture.previous.rows(name, start, stop))
-                change.copy_(mixture.change(name, start, stop, before, out))
-                torch.add(before, change, out=rows)
-            yield start, parts_E, rows_ERC
+
+def _shape(mixture: Mixture, names: list[str], start: int, stop: int) -> Shape:
+    """[E, R, C] of such rows."""
+    return len(names), stop - start, *mixture.shape(names[0])[1:]
