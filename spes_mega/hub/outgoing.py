@@ -42,12 +42,12 @@ def partial_parts(
     which its own values are those that the hub has, or had before it `merged` experts.
     """
     parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
+    kept = before & private & held
     for name in before | private:
-        if name in before and name in private and name in held:
-            if not merged:
-                parts.pop(name, None)
-            else:
-                parts[name] = Part.EXACT if terms.down(name).lossless else Part.MERGE
+        if name in kept and not merged:
+            parts.pop(name, None)
+        elif name in kept and not terms.down(name).lossless:
+            parts[name] = Part.MERGE
         else:
             parts[name] = Part.EXACT if name in private else Part.PUBLISHED
     return parts

@@ -344,12 +344,15 @@ class Run:
                 tokens = {node: tokens_of(push) for node, push in pushes.items()}
                 weights = tokens if self.recipe.spes.weight_by_tokens else None
                 mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
+                changed = self._changed(round_, decided.nodes)
                 self._store.commit(
                     round_ + 1,
-                    lambda writer: self._fill(writer, closed, mixture, round_, tokens, decided.absent, similarity),
+                    lambda writer: self._fill(
+                        writer, closed, mixture, changed, round_, tokens, decided.absent, similarity
+                    ),
                     base_config=previous.weights.config,
                     copy_from=self._store.round_dir(round_),
-                    beside=bytes_beside(self.shapes, self._terms, *self._changed(round_, decided.nodes)),
+                    beside=bytes_beside(self.shapes, self._terms, *changed),
                     publish=lambda: self._publish(closed, began),
                 )
         except StoreFullError as e:
@@ -377,6 +380,7 @@ class Run:
         writer: CheckpointWriter,
         closed: Ledger,
         mixture: Mixture,
+        changed: tuple[list[str], list[str]],
         round_: int,
         tokens: dict[int, int],
         absent: tuple[int, ...],
@@ -384,7 +388,7 @@ class Run:
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
         nodes = tuple(sorted(tokens))
-        with publishing(writer, self._terms, *self._changed(round_, nodes)) as out:
+        with publishing(writer, self._terms, *changed) as out:
             similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
         closed.close_round(
             round_ + 1,

@@ -36,10 +36,6 @@ class StateBytes:
     merge: int
     """What a merge makes the delta larger; nothing where no experts are merged."""
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.residual + self.velocity + self.delta + self.merge
-
 
 @dataclass(frozen=True)
 class SpoolBytes:

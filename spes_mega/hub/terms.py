@@ -56,9 +56,12 @@ def changed_names(names: Iterable[str], ownership: Ownership, pushed: Collection
 def merged_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], terms: Terms) -> list[str]:
     """Experts of which a merge sends their owner the change that it makes, in the codec that goes down: those that a
     node which pushed alone trained, and that are published with loss."""
-    names = [name for name in names if not terms.down(name).lossless]
-    private = set[str]().union(*(terms.private(names, ownership, node) for node in pushed))
-    return [name for name in names if name in private]
+    if not terms.averages_experts:
+        return []
+    experts = ((name, key.expert) for name in names if (key := expert_of(name)) is not None)
+    return [
+        name for name, expert in experts if not terms.down(name).lossless and ownership.sole_owner(expert) in pushed
+    ]
 
 
 def merge_name(name: str) -> str:

@@ -45,6 +45,7 @@ def planned_disk(recipe: Recipe, ownership: Ownership, tokens: int) -> Disk:
     """`tokens` are what a node trains on in a round."""
     shapes, spes = expected_tensors(recipe.model), recipe.spes
     state = state_bytes(shapes, spes, ownership)
+    # So many of the states can end with a merge.
     merged = min(STATES, -(-STATES * spes.sync_every // spes.merge_interval))
     snapshots = -(-recipe.num_rounds // spes.snapshot_every)
     # Nodes with equally many experts need the same but for the names of these.
