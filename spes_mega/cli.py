@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from spes_mega import __version__
-from spes_mega.errors import SpesError
+from spes_mega.crash_report import end_of
+from spes_mega.output import ReaderGone, standard_streams
 from spes_mega.overlays import accept_overlays
 
 # name -> (module:attribute, one line of help). The help stands here so that listing it imports nothing.
@@ -56,19 +57,30 @@ def group() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: errors meant for the user become one message and an exit code, without a traceback."""
+    """Entry point: whatever ends a command becomes one message and an exit code, without a traceback."""
+    with standard_streams():
+        code = _run(argv)
+    sys.exit(code)
+
+
+def _run(argv: list[str] | None) -> int:
     try:
         result: Any = group.main(args=argv, prog_name="spes-mega", standalone_mode=False)
-    except SpesError as e:
-        click.echo(f"error: {e}", err=True)
-        sys.exit(e.exit_code)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return result if isinstance(result, int) else 0
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
-        sys.exit(130)
+        return 130
     except click.ClickException as e:
         e.show()
-        sys.exit(e.exit_code)
-    sys.exit(result if isinstance(result, int) else 0)
+        return e.exit_code
+    except ReaderGone as e:
+        return e.exit_code
+    except Exception as e:
+        end = end_of(e)
+        click.echo(end.message, err=True)
+        return end.exit_code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
 A message names the file, key, node or tensor, says what was expected, and what to do.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class SpesError(Exception):
     """Base of all errors that are reported to the user without a traceback."""
@@ -64,3 +69,25 @@ class VerificationError(SpesError):
     """A result that should equal its source does not: 1, as from cmp and diff."""
 
     exit_code = 1
+
+
+@contextmanager
+def system_errors(kind: type[SpesError], path: Path | str | None = None, doing: str = "") -> Iterator[None]:
+    """Turn an OSError within into a `kind` that names the path and the system's reason. Also a decorator.
+
+    Args:
+        path: what to name; None: the path that the error itself has. An error without any is left as it is.
+        doing: such as "cannot be written".
+    """
+    try:
+        yield
+    except OSError as e:
+        named = e.filename if path is None else path
+        if named is None or e.errno is None:
+            raise
+        raise kind(f"{os.fsdecode(named)}: {doing + ': ' if doing else ''}{cause_of(e)}") from e
+
+
+def cause_of(error: OSError) -> str:
+    """The system's reason in its own words, without number and path."""
+    return error.strerror or str(error) or type(error).__name__

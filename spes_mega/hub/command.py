@@ -16,6 +16,7 @@ from spes_mega.hub.guard import Guard
 from spes_mega.hub.keys import read_hub
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
+from spes_mega.output import outlive_output
 from spes_mega.recipe import load_recipe
 
 STATE = click.Path(file_okay=False, path_type=Path)
@@ -65,6 +66,7 @@ def command(
     if draining:
         _drain(state, console)
         return
+    outlive_output()
     reuse_blocks()
     torch.set_num_threads(1)  # of an operation on some rows; threads that wait for the next one would spin
     loaded = load_recipe(recipe, overrides)

@@ -15,6 +15,7 @@ from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.out_lock import lock_out
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
+from spes_mega.output import outlive_output, standard_streams
 from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
 
@@ -166,8 +167,10 @@ def command(local_rank: int | None, **options: Any) -> None:
     train(NodeOptions.of(options))
 
 
+@standard_streams()
 def main(run: Callable[..., Any] = command.main) -> None:
     """Run the command; rank 0 reports what ended it, and every rank exits with its code."""
+    outlive_output()
     reports = os.environ.get("RANK", "0") == "0"
     try:
         run(standalone_mode=False)

@@ -1,0 +1,55 @@
+"""How a command ends: one line for the user, its exit code, and a file with the traceback of what nobody foresaw."""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from typing import NamedTuple
+
+from spes_mega import __version__
+from spes_mega.errors import SpesError, cause_of
+
+_SHORTAGES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EROFS, errno.EFBIG)
+"""What the system runs out of, or refuses to all; no fault of this program."""
+
+
+class End(NamedTuple):
+    """What to print on stderr, and the exit code."""
+
+    message: str
+    exit_code: int
+
+
+def end_of(error: Exception) -> End:
+    """What to tell the user of the error that ended a command.
+
+    An error of the system that names a path, or a shortage, is the user's to mend. All else is a fault of this
+    program: its traceback is written to a file, or is part of the message where no file can be written.
+    """
+    if isinstance(error, SpesError):
+        return End(f"error: {error}", error.exit_code)
+    if isinstance(error, OSError) and error.filename is not None:
+        return End(f"error: {os.fsdecode(error.filename)}: {cause_of(error)}", 1)
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        return End(f"error: {cause_of(error)}", 1)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return End(f"error: out of memory: {_first_line(error)}", 1)
+    return End(_fault(error), 1)
+
+
+def _fault(error: Exception) -> str:
+    said = f"error: this is a fault of spes-mega {__version__}: {type(error).__name__}: {_first_line(error)}"
+    trace = "".join(traceback.format_exception(error))
+    facts = f"spes-mega {__version__}, Python {sys.version}\n{sys.argv!r}\n\n"
+    try:
+        fd, path = tempfile.mkstemp(prefix="spes-mega-fault-", suffix=".txt")
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(facts + trace)
+    except OSError:
+        return f"{said}\n{trace}This traceback belongs into a report of the fault."
+    return f"{said}; please report it with {path}, which has the traceback and the command line"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
