@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from spes_mega.errors import RecipeError
-from spes_mega.validation import Key, Source, explain
+from spes_mega.strict_yaml import YamlError, parse_yaml
+from spes_mega.text_files import read_text
+from spes_mega.validation import Key, Source, explain, shortened
 
 LOCAL: dict[str, Any] = {"local": True}
 DenseFamily = Literal["qwen3", "qwen2", "llama", "mistral", "olmo2"]
@@ -32,6 +33,8 @@ MIXED_FAMILIES = ("qwen3_moe", "qwen2_moe")
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 MAX_NODES = 4096
+MAX_BYTES = 4 << 20
+"""Of a recipe, which is read in some seconds then."""
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,6 +45,13 @@ class Section(BaseModel):
     """A frozen part of the recipe; unknown keys are errors, and so are numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _within_64_bits(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ValueError(f"{name} is a number of more than 63 bits")
+        return self
 
 
 def _json(value: Any) -> Any:
@@ -318,10 +328,18 @@ class TrainSection(Section):
         return self
 
 
+def _possible(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("no path has a NUL character")
+    return path
+
+
 class DataSection(Section):
     """Indexed datasets (`PREFIX.bin`, `PREFIX.idx`); relative paths start at the recipe's own folder."""
 
-    train: Path | None = Field(default=None, json_schema_extra=LOCAL, description="prefix of the training data")
+    train: Annotated[Path, AfterValidator(_possible)] | None = Field(
+        default=None, json_schema_extra=LOCAL, description="prefix of the training data"
+    )
     sharding: Literal["shared", "own"] = Field(
         default="shared",
         json_schema_extra=LOCAL,
@@ -561,12 +579,11 @@ def _without_tilde(train: Path, source: str) -> Path:
 
 def _read(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file, with its path to data made absolute if it is an overlay's."""
+    text = read_text(path, RecipeError, what, MAX_BYTES)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise RecipeError(f"{path}: cannot read the {what}: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise RecipeError(f"{path}: not valid YAML: {e}") from e
+        raw = parse_yaml(text)
+    except YamlError as e:
+        raise RecipeError(e.located(str(path))) from e
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: a recipe is a mapping with sections such as model, spes, train")
     data = raw.get("data")
@@ -581,9 +598,9 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not sep or not key:
         raise RecipeError(f"--set {override}: expected section.field=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise RecipeError(f"--set {override}: the value is not valid YAML") from e
+        value = parse_yaml(text)
+    except YamlError as e:
+        raise RecipeError(e.located(f"--set {shortened(override)}", single="\n" not in text)) from e
     path = _Inner()
     *sections, field = key.split(".")
     path[field] = value

@@ -27,11 +27,16 @@ def explain(source: Source, error: ValidationError, top: type[BaseModel]) -> lis
         else:
             message = fault["msg"].removeprefix("Value error, ")
             if fault["type"] not in ("value_error", "missing"):
-                message += f" (got {fault['input']!r})"
+                message += f" (got {shortened(repr(fault['input']))})"
         keys = (fault["type"] == "value_error" and _fields_named(top, loc, message)) or [loc]
         origins = [source if isinstance(source, str) else source(one) for one in keys]
         lines.append(f"{' and '.join(dict.fromkeys(origins))}: {key + ': ' if key else ''}{message}")
     return lines
+
+
+def shortened(text: str) -> str:
+    """A text as a message may have it, however long it is."""
+    return text if len(text) <= 200 else f"{text[:150]}… ({len(text):,} characters)"
 
 
 def _known_keys(top: type[BaseModel], loc: Key) -> list[str]:

@@ -1,10 +1,10 @@
 """Whether two checkpoints read text alike: compares the files beside their weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import CheckpointError
+from spes_mega.text_files import read_json
 
 # What turns text into ids; chat templates, padding and the like may differ between fine-tuned checkpoints.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
@@ -28,10 +28,7 @@ def tokenizer_difference(first: Path, other: Path) -> str | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
+    raw = read_json(path, CheckpointError)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: a JSON object was expected")
     return raw

@@ -1,10 +1,10 @@
 """Where a checkpoint's files are: a Hugging Face directory, one safetensors file, or a torch pickle."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spes_mega.errors import CheckpointError
+from spes_mega.text_files import read_json
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -32,19 +32,10 @@ def locate(src: Path, config: Path | None = None) -> Source:
 
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json as it stands. Raises CheckpointError."""
-    raw = _read_json(path, "a model's config.json is needed beside its weights, or by --config")
+    raw = read_json(path, CheckpointError, "model's config.json (needed beside its weights, or by --config)")
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: a JSON object was expected")
     return raw
-
-
-def _read_json(path: Path, why: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot read: {e.strerror} ({why})") from e
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: not valid JSON: {e}") from e
 
 
 def _files_of_directory(src: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -65,7 +56,7 @@ def _files_of_directory(src: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _files_of_index(path: Path) -> tuple[list[Path], dict[str, str]]:
-    raw = _read_json(path, "the index of a checkpoint in several files")
+    raw = read_json(path, CheckpointError, "index of a checkpoint in several files")
     index = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise CheckpointError(f"{path}: weight_map was expected: tensor names -> file names")

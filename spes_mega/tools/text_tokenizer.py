@@ -1,12 +1,12 @@
 """Tokenizers from disk: a sentencepiece model, or a Hugging Face tokenizer.json."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import DataError
+from spes_mega.text_files import read_json
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,5 @@ def _declared_eos(folder: Path) -> str | None:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise DataError(f"{file}: not valid JSON: {e}") from e
+    value = read_json(file, DataError)
     return value if isinstance(value, dict) else {}

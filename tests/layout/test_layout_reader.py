@@ -219,5 +219,5 @@ def test_places_without_a_checkpoint(section, make_checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"several safetensors files .* but no index"):
         open_checkpoint(path)
     (path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json: not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"config.json:1: not valid JSON"):
         open_checkpoint(path / "a.safetensors")
