@@ -17,6 +17,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from spes_mega.signals import handling
+
 Advance = Callable[[int], None]
 QUIET_S = 3
 """What takes no longer than this needs no lines of progress."""
@@ -71,8 +73,5 @@ def sigterm_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with handling(signal.SIGTERM, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -18,6 +18,7 @@ from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
 from spes_mega.output import outlive_output
 from spes_mega.recipe import load_recipe
+from spes_mega.signals import handle
 
 STATE = click.Path(file_okay=False, path_type=Path)
 EXISTING = click.Path(exists=True, path_type=Path)
@@ -93,6 +94,5 @@ def _stop_on_signals(run: Run) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once; the state stays whole
         run.rounds.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    handle((signal.SIGINT, signal.SIGTERM), stop)
     signal.signal(signal.SIGUSR1, lambda number, frame: run.rounds.drain())

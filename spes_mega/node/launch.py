@@ -3,19 +3,17 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
-import psutil  # type: ignore[import-untyped]
 
 from spes_mega.node.checks import check_node, training_data
 from spes_mega.node.options import NodeOptions, node_options
-from spes_mega.node.stop import LAUNCHER_VARIABLE
+from spes_mega.node.supervision import NodeProcesses
 from spes_mega.recipe import load_recipe
+from spes_mega.signals import handle
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -30,7 +28,7 @@ def launcher_arguments(options: NodeOptions, ranks: int | None, port: int) -> li
         *_devices(ranks),
         f"--master_port={port}",
         "--module",
-        "spes_mega.node.main",
+        "spes_mega.node.monitor",
         *options.arguments(),
     ]
 
@@ -53,30 +51,8 @@ def free_port() -> int:
         return port
 
 
-class Launched:
-    """A running launcher. It is in a session of its own, so that Ctrl-C reaches it once, and in the right order."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.stopped_by: int | None = None
-        self._process = subprocess.Popen(arguments, start_new_session=True, env=_environment())
-
-    def stop(self, signum: int, frame: FrameType | None) -> None:
-        """Ask the ranks to stop; the launcher gives them 30 s."""
-        if self.stopped_by is None:
-            self.stopped_by = signum
-            # The runner would die and leave its child behind; the child passes the signal on to the ranks.
-            runner = psutil.Process(self._process.pid)
-            for process in runner.children() or [runner]:
-                process.terminate()
-
-    def wait(self) -> int:
-        """Exit code of the node: that of its first rank that failed, or 128 + the signal that stopped it."""
-        code = self._process.wait()
-        return code if self.stopped_by is None else 128 + self.stopped_by
-
-
 def _environment() -> dict[str, str]:
-    env = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
+    env = dict(os.environ)
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         env.setdefault("DS_ACCELERATOR", "cpu")
         # threads that spin while they wait slow several nodes on one machine down many times
@@ -96,7 +72,9 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
     training_data(recipe)
     if node.hub is not None:
         node.access()
-    launched = Launched(launcher_arguments(node, ranks, port or free_port()))
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, launched.stop)
-    sys.exit(launched.wait())
+    processes = NodeProcesses(launcher_arguments(node, ranks, port or free_port()), _environment())
+    handle(STOP_SIGNALS, processes.stop)
+    code, lines = processes.wait()
+    for line in lines:
+        click.echo(line, err=True)
+    sys.exit(code)

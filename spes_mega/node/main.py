@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.out_lock import lock_out
+from spes_mega.node.reports import tell
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.output import outlive_output, standard_streams
 from spes_mega.overlays import accept_overlays
@@ -169,22 +171,30 @@ def command(local_rank: int | None, **options: Any) -> None:
 
 @standard_streams()
 def main(run: Callable[..., Any] = command.main) -> None:
-    """Run the command; rank 0 reports what ended it, and every rank exits with its code."""
+    """Run the command; every rank exits with the code of what ended it.
+
+    Rank 0 prints the message; all tell `spes-mega launch` how they ended, which prints what rank 0 cannot know.
+    """
     outlive_output()
-    reports = os.environ.get("RANK", "0") == "0"
     try:
         run(standalone_mode=False)
-    except SpesError as e:
-        _end(f"error: {e}" if reports else None, e.exit_code)
-    except Stopped as e:
-        _end(str(e) if reports else None, e.exit_code)
+    except (SpesError, Stopped) as e:
+        _end(str(e), e.exit_code, stopped=isinstance(e, Stopped), trace=getattr(e, "trace", ""))
     except click.ClickException as e:
-        _end(f"error: {e.format_message()}" if reports else None, e.exit_code)
+        _end(e.format_message(), e.exit_code)
+    except Exception as e:
+        # Perhaps only because another rank was lost: `spes-mega launch` knows, and shows it if it is the cause.
+        if not tell(code=1, message=f"internal error: {e!r}", trace=traceback.format_exc()):
+            raise
+        sys.exit(1)
+    tell(code=0)
 
 
-def _end(message: str | None, exit_code: int) -> None:
-    if message is not None:
-        click.echo(message, err=True)
+def _end(message: str, exit_code: int, *, stopped: bool = False, trace: str = "") -> None:
+    reports = os.environ.get("RANK", "0") == "0"
+    if reports:
+        click.echo(f"{trace}{message if stopped else f'error: {message}'}", err=True)
+    tell(code=exit_code, message=message, trace=trace, shown=reports)
     sys.exit(exit_code)
 
 

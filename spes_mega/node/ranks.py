@@ -25,9 +25,10 @@ Report = dict[str, Any]
 class SharedError(SpesError):
     """An error that all ranks of the node know of; rank 0 reports it for all."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, trace: str = "") -> None:
+        """`trace`: the traceback, if it is a fault of the program."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.trace = exit_code, trace
 
 
 class Ranks:
@@ -135,15 +136,15 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Report | None]:
         return None, {"message": str(e), "exit_code": e.exit_code}
     except OSError as e:
         return None, {"message": f"{e.filename}: {e.strerror}" if e.filename else str(e), "exit_code": 1}
-    except Exception as e:  # a fault of the program: its trace is shown where it happened
-        traceback.print_exc()
-        return None, {"message": f"internal error on rank {dist.get_rank()}: {e!r}", "exit_code": 1}
+    except Exception as e:  # a fault of the program
+        message = f"internal error on rank {dist.get_rank()}: {e!r}"
+        return None, {"message": message, "exit_code": 1, "trace": traceback.format_exc()}
 
 
 def _raise(report: Report) -> Any:
     if "signum" in report:
         raise Stopped(report["signum"])
-    raise SharedError(report["message"], report["exit_code"])
+    raise SharedError(report["message"], report["exit_code"], report.get("trace", ""))
 
 
 @contextmanager
@@ -164,5 +165,7 @@ def process_group() -> Iterator[None]:
     deepspeed.init_distributed(verbose=False)
     try:
         yield
-    finally:
+    except (SpesError, Stopped):  # what all ranks raise; after anything else others may not be there to say goodbye to
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

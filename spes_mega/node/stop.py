@@ -10,8 +10,13 @@ from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
 
+from spes_mega.signals import handle
+
 LAUNCHER_VARIABLE = "SPES_MEGA_LAUNCHER"
 """The process id of `spes-mega launch`, for the ranks that it starts."""
+
+STOP_GRACE_S = 29.0
+"""How long a rank has to end after it was asked to; DeepSpeed's launcher kills it and its monitor after 30 s."""
 
 
 class Stopped(Exception):
@@ -35,9 +40,8 @@ class StopRequest:
         self._raise_at_once = False
 
     def install(self) -> None:
-        """Take over SIGINT and SIGTERM of this process."""
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._received)
+        """Take over SIGINT and SIGTERM of this process, unless they are ignored."""
+        handle((signal.SIGINT, signal.SIGTERM), self._received)
 
     def check(self) -> None:
         """Raise Stopped if a signal has come."""
@@ -76,29 +80,40 @@ class StopRequest:
 
 
 def stop_without_launcher(poll_s: float = 1.0) -> None:
-    """Send this process SIGTERM as soon as one of the processes between it and `spes-mega launch` has ended.
+    """Send this process SIGTERM as soon as one of the processes that launched it has ended.
 
-    Nobody would stop the ranks of a launcher that was killed, and a node that is started again would meet them.
+    Those are all between it and `spes-mega launch`, or DeepSpeed's launcher where that was used alone. Nobody would
+    stop the ranks of a launcher that was killed, and a node that is started again would meet them.
     """
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None:
-        return
     ancestors = psutil.Process().parents()
-    above = [number for number, process in enumerate(ancestors) if str(process.pid) == launcher]
-    if not above:  # it was killed while this process was being started
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
-    watched = ancestors[: above[0] + 1]
-    threading.Thread(target=_watch, args=(watched, poll_s), name="launcher", daemon=True).start()
+    if launcher is None:
+        watched = [process for process in ancestors[:1] if _is_deepspeed(process)]
+    else:
+        above = [number for number, process in enumerate(ancestors) if str(process.pid) == launcher]
+        if not above:  # it was killed while this process was being started
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        watched = ancestors[: above[0] + 1]
+    if watched:
+        threading.Thread(target=_watch, args=(watched, poll_s), name="launcher", daemon=True).start()
+
+
+def _is_deepspeed(process: psutil.Process) -> bool:
+    try:
+        return "deepspeed.launcher.launch" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def _watch(processes: list[psutil.Process], poll_s: float) -> None:
-    while all(_runs(process) for process in processes):
+    while all(runs(process) for process in processes):
         time.sleep(poll_s)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether the process has not ended; one that nobody has waited for yet has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

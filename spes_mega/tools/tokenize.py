@@ -20,6 +20,7 @@ import click
 from rich.console import Console
 
 from spes_mega.errors import DataError
+from spes_mega.signals import handling
 from spes_mega.tools.documents import DocumentReader, Skipped, check_files
 from spes_mega.tools.text_tokenizer import TextTokenizer, load_tokenizer
 
@@ -200,11 +201,8 @@ def _ended_by_sigterm() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handling(signal.SIGTERM, stop):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @click.command()

@@ -30,7 +30,7 @@ def test_sigterm_ends_all_ranks_and_the_hub_is_told(tmp_path, write_recipe, star
     node = start_node(recipe, "--node", 1, "--hub", hub.address, "--out", tmp_path / "out", ranks=2)
     node.wait_for("step 3/", timeout=190)
     family = node.family()
-    assert len(family) == 5  # spes-mega, the launcher and its child, two ranks
+    assert len(family) == 7  # spes-mega, the launcher and its child, two ranks with their monitors
     second = start_node(recipe, "--node", 0, "--hub", hub.address, "--out", tmp_path / "out")
     assert second.wait() == 3
     assert f"error: --out {tmp_path}/out: another node is using this directory" in second.output

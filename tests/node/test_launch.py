@@ -76,7 +76,7 @@ def test_the_launcher_gets_ranks_devices_and_a_port_of_its_own(monkeypatch, visi
     assert arguments[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
     assert expected in arguments
     assert "--master_port=1234" in arguments
-    assert arguments[arguments.index("--module") + 1 :][:2] == ["spes_mega.node.main", "r.yaml"]
+    assert arguments[arguments.index("--module") + 1 :][:2] == ["spes_mega.node.monitor", "r.yaml"]
 
 
 def test_free_ports_differ():
