@@ -146,6 +146,13 @@ class Ledger:
             self._append(record)
             return record
 
+    def dropped(self, node: int, round_: int, reason: str) -> None:
+        """The push of a node that was taken into the open round is not to be used."""
+        self.reject(node, round_, reason)
+        with self._lock:
+            counted = [record.round - 1 for record in self.rounds if node in record.nodes]
+            self.nodes[node].last_pushed_round = max(counted, default=None)
+
     def _append(self, record: RoundRecord) -> None:
         self._round_up -= record.bytes_up
         self._round_down -= record.bytes_down

@@ -37,10 +37,12 @@ def from_json(raw: Iterable[Mapping[str, Any]]) -> dict[int, Member]:
     """Raises KeyError, TypeError or ValueError on anything that `as_json` did not write."""
     members = {}
     for entry in raw:
-        session = entry["session"]
+        node, session = entry["node"], entry["session"]
         if not isinstance(session, str | None):
             raise ValueError(f"a session is a text, not {session!r}")
-        members[int(entry["node"])] = Member(Presence(entry["presence"]), session)
+        if type(node) is not int or node in members:
+            raise ValueError(f"{node!r} is no number of a node, or there twice")
+        members[node] = Member(Presence(entry["presence"]), session)
     return members
 
 

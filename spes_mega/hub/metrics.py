@@ -57,5 +57,5 @@ def _round(line: bytes) -> int:
     """The round of a line; 0 if somebody else has written it."""
     try:
         return int(json.loads(line)["round"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
-
 from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError
 from spes_mega.hub.frames import PREFIX_BYTES, Arrival
-from spes_mega.layout.checksums import checksum_of_bytes
+from spes_mega.layout.checksums import ArrivingChecksums
 from spes_mega.layout.write_behind import WriteBehind
 
 MAX_UPLOADS = 2
@@ -26,7 +24,7 @@ _WRITTEN_AT_ONCE = 8 << 20
 class Upload:
     """One payload on its way: its file, how much of it is there, and the attempt that may write to it."""
 
-    def __init__(self, path: Path, total_bytes: int) -> None:
+    def __init__(self, path: Path, total_bytes: int, max_header: int) -> None:
         """The file is made, unless it is there with what nobody needs any more."""
         self.path = path
         self.done = False
@@ -34,8 +32,7 @@ class Upload:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._write_behind = WriteBehind(drop=False)
         self._started = 0
-        self._checksum = xxhash.xxh3_64()
-        self._summed = 0
+        self._checksums = ArrivingChecksums(max_header)
         self._end_other: Callable[[], None] | None = None
         self._attempt = 0
         try:
@@ -77,28 +74,17 @@ class Upload:
         with self.lock:
             self.check_attempt(attempt)
             count = self.arrival.take(frame)
-            self._sum(frame, count)
+            data = memoryview(frame)[PREFIX_BYTES:]
+            self._checksums.arrived(self._fd, self.arrival.received - count, data)
             if self.arrival.received - self._started >= _WRITTEN_AT_ONCE:
                 self._write_behind.wrote(self._fd, self._started, self.arrival.received - self._started)
                 self._started = self.arrival.received
             return count
 
-    def _sum(self, frame: bytes, count: int) -> None:
-        if self.arrival.received - count == self._summed:
-            self._checksum.update(memoryview(frame)[PREFIX_BYTES:])
-            self._summed += count
-        else:  # the attempt began before the end of an older one
-            self._summed = -1
-
-    def _digest(self) -> str:
-        if self._summed == self.arrival.total:
-            return self._checksum.hexdigest()
-        return checksum_of_bytes(self._fd, 0, self.arrival.total, "push").hexdigest()
-
-    def finish(self, attempt: int, commit: Callable[[Path, str], bool]) -> bool:
+    def finish(self, attempt: int, commit: Callable[[Path, Callable[[], str]], bool]) -> bool:
         """Make all bytes durable and `commit` them; returns what that does, True if an older attempt has done it.
 
-        `commit` is given the file and the xxh3-64 of its bytes.
+        `commit` is given the file, and what gives its checksum once it is known to be well-formed.
 
         Raises PayloadError if bytes are missing, BrokenTransferError if overtaken.
         """
@@ -108,7 +94,7 @@ class Upload:
             self.check_attempt(attempt)
             self.arrival.finish()
             os.fsync(self._fd)
-            repeated = commit(self.path, self._digest())
+            repeated = commit(self.path, lambda: self._checksums.of_file(self._fd, "push"))
             self.done = True
             self.remove()
             return repeated
@@ -148,7 +134,7 @@ class Partials:
 
     @contextmanager
     def attempt(
-        self, node: int, payload: str, total_bytes: int, offset: int, end: Callable[[], None]
+        self, node: int, payload: str, total_bytes: int, max_header: int, offset: int, end: Callable[[], None]
     ) -> Iterator[tuple[Upload, int]]:
         """The upload and the number of this attempt at it; `end` is called when another attempt takes over.
 
@@ -156,14 +142,14 @@ class Partials:
             BrokenTransferError: it wants to go on from a byte that is not here.
             BusyError: the node has too many uploads under way.
         """
-        upload = self._find(node, payload, total_bytes)
+        upload = self._find(node, payload, total_bytes, max_header)
         number = upload.begin(offset, end)
         try:
             yield upload, number
         finally:
             upload.end(number)
 
-    def _find(self, node: int, payload: str, total_bytes: int) -> Upload:
+    def _find(self, node: int, payload: str, total_bytes: int, max_header: int) -> Upload:
         if not 0 < len(payload) <= MAX_ID_LENGTH:
             raise PayloadError(f"the id of a payload has 1 to {MAX_ID_LENGTH} characters")
         with self._lock:
@@ -173,7 +159,7 @@ class Partials:
                 path = self._directory / f"node-{node:03d}.{secrets.token_hex(4)}.part"
                 if self._spares:
                     self._spares.pop().rename(path)
-                found = self._uploads[node, payload] = Upload(path, total_bytes)
+                found = self._uploads[node, payload] = Upload(path, total_bytes, max_header)
             elif found.arrival.total != total_bytes:
                 raise PayloadError(f"a payload of {total_bytes} bytes, but {found.arrival.total} were announced first")
             return found

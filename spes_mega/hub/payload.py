@@ -24,7 +24,7 @@ from spes_mega.hub.forms import (
     scale_name,
     wire_specs,
 )
-from spes_mega.layout.checksums import TensorChecksums, checksum_of_bytes
+from spes_mega.layout.checksums import ReadChecksums, TensorChecksums
 from spes_mega.layout.safetensors_format import (
     LENGTH_BYTES,
     Header,
@@ -113,9 +113,13 @@ class StoredPayload:
     The codec of each tensor is known by its dtype on the wire.
     """
 
-    def __init__(self, file: BinaryIO, source: str, max_header: int | None = None) -> None:
-        """Raises PayloadError naming `source` if the header or the file's length is not right."""
+    def __init__(self, file: BinaryIO, source: str, max_header: int | None = None, summed: bool = False) -> None:
+        """`summed`: what is read is summed up, so that `check_sum` need not read it again.
+
+        Raises PayloadError naming `source` if the header or the file's length is not right.
+        """
         self._file = file
+        self._checksums = ReadChecksums() if summed else None
         self._source = source
         self.size = os.fstat(file.fileno()).st_size
         self.header = self._parse(max_header if max_header is not None else self.size)
@@ -143,11 +147,11 @@ class StoredPayload:
         return forms
 
     @classmethod
-    def open(cls, path: Path, source: str, max_header: int | None = None) -> "StoredPayload":
+    def open(cls, path: Path, source: str, max_header: int | None = None, summed: bool = False) -> "StoredPayload":
         """Open the payload in a file."""
         file = path.open("rb")
         try:
-            return cls(file, source, max_header)
+            return cls(file, source, max_header, summed)
         except BaseException:
             file.close()
             raise
@@ -179,8 +183,11 @@ class StoredPayload:
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         spec = self.header.tensors[name]
-        offset = self.header.data_start + _row_offset(spec, start)
-        return read_tensor(self._file.fileno(), offset, spec.dtype, (stop - start, *spec.shape[1:]), self._source)
+        offset, shape = _row_offset(spec, start), (stop - start, *spec.shape[1:])
+        rows = read_tensor(self._file.fileno(), self.header.data_start + offset, spec.dtype, shape, self._source)
+        if self._checksums is not None:
+            self._checksums.read(name, offset - spec.start, bytes_of(rows))
+        return rows
 
     def raw(self, name: str) -> Iterator[tuple[int, int]]:
         """Where the bytes of a tensor are in the file, scales first: (offset, length)."""
@@ -210,8 +217,11 @@ class StoredPayload:
                 raise PayloadError(f"{self._source}: {name} is {spec.dtype}, expected {dtype}")
 
     def check_sum(self, checksum: str) -> None:
-        """Raises PayloadError unless this is the xxh3-64 of all bytes."""
-        found = checksum_of_bytes(self._file.fileno(), 0, self.size, self._source).hexdigest()
+        """Raises PayloadError unless this is the checksum of the file, and of all that was read of it so far."""
+        try:
+            found = (self._checksums or ReadChecksums()).of_file(self._file.fileno(), self._source)
+        except (CheckpointError, OSError) as e:
+            raise PayloadError(f"{self._source}: cannot be read: {e}") from e
         if found != checksum:
             raise PayloadError(f"{self._source}: its checksum is {found}, and was {checksum}")
 

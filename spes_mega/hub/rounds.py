@@ -11,6 +11,11 @@ from spes_mega.recipe import SpesSection
 
 POLL_S = 0.2
 """How often the hub looks for a deadline or a request to stop, at the least."""
+STANDSTILL_S = 5.0
+"""A hub that has not looked for so long has been stopped (SIGSTOP, a suspended machine) or was busy, and has not heard
+what nodes sent meanwhile."""
+GRACE_S = 60.0
+"""How long it then listens before it judges who did not come, or spes.round_deadline_s if that is shorter."""
 
 
 class Stopped(Exception):
@@ -52,6 +57,9 @@ class Rounds:
         self._held: SpesError | None = None
         self._join_deadline = clock() + spes.join_deadline_s
         self._opened: float | None = None  # the round's clock starts when the nodes are there
+        self._stood_still_s = 0.0  # of the open round's time, which does not count
+        self._looked = self._judge_from = clock()
+        self._reopened = 0
 
     # what nodes do
 
@@ -113,7 +121,10 @@ class Rounds:
             Stopped: the hub is stopping.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._round >= round_ or self._failure or self._stopping, timeout_s)
+            reopened = self._reopened  # a node whose push is lost has to be told
+            self._changed.wait_for(
+                lambda: self._round >= round_ or self._failure or self._stopping or self._reopened > reopened, timeout_s
+            )
             if self._round < round_:
                 self._check_alive()
             return self._round
@@ -142,12 +153,14 @@ class Rounds:
             Stopped: `stop` was called.
         """
         with self._changed:
+            self._notice_standstill(entering=True)
             while not (self._closing or self._may_close()):
                 if self._failure:
                     raise self._failure
                 if self._stopping or (self._draining and not self._pushed and not self._with(Presence.JOINED)):
                     raise Stopped  # or there is nobody whose round could be finished
                 self._changed.wait(POLL_S)
+                self._notice_standstill()
             self._note({node: Member(Presence.MISSED, self._members[node].session) for node in self._awaited()})
             self._closing = True
             return self._round, tuple(sorted(self._pushed))
@@ -173,6 +186,18 @@ class Rounds:
             self._closing = False
             self._held = None
             self._opened = self._clock()
+            self._stood_still_s = 0.0
+            self._changed.notify_all()
+
+    def reopen(self, node: int) -> None:
+        """The round that was being closed stays open, without the push of a node, which has a round's time to send it
+        again."""
+        with self._changed:
+            self._pushed.discard(node)
+            self._closing = False
+            self._held = None
+            self._reopened += 1
+            self._judge_from = self._clock() + self._spes.round_deadline_s
             self._changed.notify_all()
 
     def served(self, node: int, round_: int) -> None:
@@ -294,13 +319,26 @@ class Rounds:
             awaited += self._with(Presence.NEVER_JOINED)
         return sorted(set(awaited) - self._pushed)
 
+    def _notice_standstill(self, entering: bool = False) -> None:
+        """Give nodes a while after a time in which the hub did not look; `entering`: that was meant to be so."""
+        now = self._clock()
+        gap, self._looked = now - self._looked, now
+        if gap < STANDSTILL_S:
+            return
+        self._judge_from = max(self._judge_from, now + min(GRACE_S, self._spes.round_deadline_s))
+        if not entering:
+            self._stood_still_s += gap
+            self._join_deadline += gap
+
     def _may_close(self) -> bool:
         now = self._clock()
         self._start_clock(now)
         enough = len(self._pushed) >= self._min_nodes
         if enough and not self._awaited():
             return True
-        if self._opened is None or now < self._opened + self._spes.round_deadline_s:
+        if self._opened is None or now < self._judge_from:
+            return False
+        if now < self._opened + self._stood_still_s + self._spes.round_deadline_s:
             return False
         if enough:
             return True
@@ -317,7 +355,7 @@ class Rounds:
         absent = [node for node in self._with(Presence.NEVER_JOINED) if node not in self._pushed]
         if not absent:
             self._opened = now
-        elif now >= self._join_deadline:
+        elif now >= max(self._join_deadline, self._judge_from):
             if len(self._members) - len(absent) < self._min_nodes:
                 raise DeadlineError(
                     f"{_nodes(absent)} did not join within {self._spes.join_deadline_s:g} s (spes.join_deadline_s); "

@@ -1,7 +1,7 @@
 """A run as the hub sees it: the global state, the open round, and how one leads to the next."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TypeVar
@@ -22,10 +22,11 @@ from spes_mega.hub.norm import update_norm, update_rows
 from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
-from spes_mega.hub.published import publishing
+from spes_mega.hub.published import Publisher, publishing
 from spes_mega.hub.room import Pause, Room, noticing_full
 from spes_mega.hub.rounds import Rounds
-from spes_mega.hub.staging import Staging, most_tokens, tokens_of
+from spes_mega.hub.staging import DamagedPushError, Staging, most_tokens, tokens_of
+from spes_mega.hub.state_folder import naming
 from spes_mega.hub.store import Closing, Store
 from spes_mega.hub.terms import Terms, bytes_beside, changed_names, merged_names
 from spes_mega.layout.names import expected_tensors, expert_of
@@ -60,7 +61,8 @@ class Run:
         self._room = Room(recipe.spes.on_full_disk, console)
         self._store = Store(state, recipe)
         try:
-            self._open(init)
+            with naming(state):
+                self._open(init)
         except BaseException:
             self._store.close()
             raise
@@ -69,16 +71,15 @@ class Run:
         round_ = self._at_start(lambda: self._initial_round(init))
         self._load(round_)
         if (decided := self._store.closing(round_)) is not None:  # nodes may hold the next state already
-            self._check_pushes(round_, decided)
             self._close(round_, decided, goes_on=False)
             self._load(round_ + 1)
 
     def _load(self, round_: int) -> None:
         self.ledger: Ledger = self._store.read_ledger(round_)
         self.newest: RoundRecord = self.ledger.rounds[-1]
-        self._metrics = self._at_start(lambda: Metrics(self._store.root / "metrics.jsonl", self.ledger.rounds))
         self.staging = self._at_start(self._stage)
         self.rounds = self._rounds(round_, self._stored_pushes(round_))
+        self._metrics = self._at_start(lambda: Metrics(self._store.root / "metrics.jsonl", self.ledger.rounds))
         self._at_start(self._snapshot)  # a crash may have come between the last round and its snapshot
 
     @property
@@ -105,11 +106,14 @@ class Run:
     def _initial_round(self, init: Path | None) -> int:
         newest = self._store.newest()
         if newest is None:
+            self._store.check_new()
+            self._store.sweep()
             commit_initial(self._store, self.recipe, init)
             source = str(init) if init else f"weights drawn with seed {self.recipe.train.seed}"
             self._console.say("initial", f"round 0 is {source}", source=source)
             return 0
         self._store.check_state(newest)  # what is damaged is better found before nodes train for it
+        self._store.read_members()
         ignored = f"; --init {init} is ignored" if init else ""
         text = f"going on from round {newest}/{self.recipe.num_rounds} in {self._store.root}{ignored}"
         self._console.say("resumed", text, round=newest)
@@ -117,14 +121,25 @@ class Run:
 
     def _stored_pushes(self, round_: int) -> set[int]:
         """Nodes whose push an earlier hub took into the open round; the ledger lacks them, being of the last commit."""
-        sizes = self.staging.committed(lambda node, reason: self.ledger.reject(node, round_, reason))
+        sizes, damaged = self.staging.committed()
+        if (decided := self._store.closing(round_)) is not None:
+            self._check_pushes(round_, decided, sizes)
+        self._store.sweep()  # all that the hub needs has been read: from here on something changes
+        for node, reason in damaged.items():
+            self.staging.drop(node)
+            self.ledger.reject(node, round_, reason)
         for node, size in sizes.items():
             self.ledger.count_up(node, size)
             self.ledger.pushed(node, round_)
         return set(sizes)
 
-    def _check_pushes(self, round_: int, decided: Closing) -> None:
-        if missing := [node for node in decided.nodes if not self.rounds.has_pushed(node, round_)]:
+    def _check_pushes(self, round_: int, decided: Closing, pushed: Collection[int]) -> None:
+        if unknown := sorted(set(pushed) - set(decided.nodes)):
+            raise StoreError(
+                f"{self._store.pushes_dir(round_)}: closing.json says with which pushes round {round_} was closed, and "
+                f"that of node {unknown[0]} is there but not among them; restore the state directory from a copy"
+            )
+        if missing := [node for node in decided.nodes if node not in pushed]:
             raise StoreError(
                 f"{self._store.pushes_dir(round_)}: the push of node {missing[0]} is missing or damaged, and round "
                 f"{round_} was closed with it. Restore the state directory from a copy, or remove that directory and "
@@ -308,6 +323,9 @@ class Run:
     def close_round(self) -> None:
         """Wait until the open round may close, and commit the state that it gives.
 
+        A push that the disk has damaged meanwhile is dropped, and the round stays open: its node, which waits, sends it
+        again.
+
         Nodes are given the state before it is durable: which pushes it is made of is, and so are these, so that a hub
         that is started again makes the same state of them.
 
@@ -320,7 +338,20 @@ class Run:
         round_, nodes = self._needed(self.rounds.await_close)
         decided = Closing(nodes, self._next_absent(round_, nodes))
         self._needed(lambda: self._store.note_closing(round_, decided))
-        self._close(round_, decided)
+        try:
+            self._close(round_, decided)
+        except DamagedPushError as e:
+            self._reopen(round_, e)
+            self.close_round()
+
+    def _reopen(self, round_: int, error: DamagedPushError) -> None:
+        """No node has been given a state that the damaged push is part of."""
+        self._store.forget_closing(round_)
+        self.staging.drop(error.node)
+        self.ledger.dropped(error.node, round_, str(error))
+        text = f"{error}; the push of node {error.node} for round {round_} is dropped: the node has to send it again"
+        self._console.say("damaged", text, node=error.node, round=round_)
+        self.rounds.reopen(error.node)
 
     def _close(self, round_: int, decided: Closing, goes_on: bool = True) -> None:
         began, before, staged = time.monotonic(), self.newest, self.staging
@@ -344,11 +375,18 @@ class Run:
                 tokens = {node: tokens_of(push) for node, push in pushes.items()}
                 weights = tokens if self.recipe.spes.weight_by_tokens else None
                 mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
+                staged = self.staging
+
+                def write(out: Publisher) -> dict[int, Similarity]:
+                    with staged.checking(pushes):
+                        merge = merge_of(self.recipe, round_)
+                        return write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running)
+
                 changed = self._changed(round_, decided.nodes)
                 self._store.commit(
                     round_ + 1,
                     lambda writer: self._fill(
-                        writer, closed, mixture, changed, round_, tokens, decided.absent, similarity
+                        writer, closed, write, changed, round_, tokens, decided.absent, similarity
                     ),
                     base_config=previous.weights.config,
                     copy_from=self._store.round_dir(round_),
@@ -379,7 +417,7 @@ class Run:
         self,
         writer: CheckpointWriter,
         closed: Ledger,
-        mixture: Mixture,
+        write: Callable[[Publisher], dict[int, Similarity]],
         changed: tuple[list[str], list[str]],
         round_: int,
         tokens: dict[int, int],
@@ -389,7 +427,7 @@ class Run:
         merge = merge_of(self.recipe, round_)
         nodes = tuple(sorted(tokens))
         with publishing(writer, self._terms, *changed) as out:
-            similarity.update(write_next_state(out, mixture, self.recipe.model, merge, self.rounds.check_running))
+            similarity.update(write(out))
         closed.close_round(
             round_ + 1,
             self.recipe.step_at(round_ + 1),

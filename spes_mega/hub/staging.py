@@ -1,13 +1,13 @@
 """Pushes on their way into a round: streamed to a file, checked, and committed by a rename."""
 
 import filecmp
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from spes_mega.errors import HubRefusedError, StoreError
+from spes_mega.errors import HubRefusedError, NoSpaceError, SpesError, StoreError
+from spes_mega.hub.durable import sync_directory
 from spes_mega.hub.faults import BrokenTransferError, DamagedError, PayloadError
 from spes_mega.hub.forms import Forms, data_bytes, header_limit
 from spes_mega.hub.partials import Partials
@@ -15,15 +15,22 @@ from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
 from spes_mega.hub.room import noticing_full
-from spes_mega.hub.store import sync_directory
+from spes_mega.hub.state_folder import STAGED
 from spes_mega.recipe import Recipe
 
-_STAGED = re.compile(r"node-(\d{3,})-([0-9a-f]{16})\.safetensors")
 MAX_TOKENS = 10**15
 MAX_SAMPLES_PER_STEP = 1 << 16
 """Of one node. What a node really takes is its own matter (train.micro_batch_size, train.grad_accumulation, its ranks),
 so this is only far above what anybody trains with."""
 Commit = Callable[[Callable[[], object]], None]
+
+
+class DamagedPushError(StoreError):
+    """The hub's disk has damaged a push after it was taken."""
+
+    def __init__(self, node: int, path: Path, reason: object) -> None:
+        super().__init__(f"{path}: damaged on the hub's disk: {reason}")
+        self.node = node
 
 
 class Staging:
@@ -77,10 +84,14 @@ class Staging:
             StoreFullError: the disk is full.
             StoreError: it cannot be written.
         """
-        self._check_opening(opening, self._forms_of(node))
+        forms = self._forms_of(node)
+        self._check_opening(opening, forms)
         with self._storing(progress):
-            partials = self._partials
-            with partials.attempt(node, opening.payload, opening.total_bytes, opening.offset, end) as (upload, attempt):
+            partials, limit = self._partials, header_limit(forms)
+            with partials.attempt(node, opening.payload, opening.total_bytes, limit, opening.offset, end) as (
+                upload,
+                attempt,
+            ):
                 try:
                     for frame in frames:
                         progress(upload.take(attempt, frame))
@@ -104,7 +115,7 @@ class Staging:
         spares = []
         with other._lock:  # nobody compares a late push with one of them
             for path in list(other._directory.iterdir()):
-                if _STAGED.fullmatch(path.name):
+                if STAGED.fullmatch(path.name):
                     spares.append(path.rename(self._directory / f"{path.stem}.spare"))
         self._partials.add_spares(spares)
 
@@ -126,12 +137,12 @@ class Staging:
             progress(0)  # the directory of a closed round is removed under a late push
             raise StoreError(f"the hub cannot store this push: {e.strerror or e}") from e
 
-    def _take(self, part: Path, checksum: str, node: int, commit: Commit) -> bool:
+    def _take(self, part: Path, checksum: Callable[[], str], node: int, commit: Commit) -> bool:
         with self._checking, self._checked(part, node) as payload:
             payload.check_finite()
             self._check_update(node, payload)
         with self._lock:
-            return self._commit(part, checksum, node, commit)
+            return self._commit(part, checksum(), node, commit)
 
     @contextmanager
     def _checked(self, part: Path, node: int) -> Iterator[StoredPayload]:
@@ -154,27 +165,60 @@ class Staging:
         sync_directory(self._directory)
         return False
 
-    def committed(self, reject: Callable[[int, str], None]) -> dict[int, int]:
-        """Nodes whose push is there after a restart, and its bytes; a damaged one is removed and given to `reject`."""
-        sizes = {}
+    def committed(self) -> tuple[dict[int, int], dict[int, str]]:
+        """Nodes whose push is there after a restart, and its bytes; and those whose push is damaged, and how."""
+        sizes, damaged = {}, {}
         for path in self._directory.iterdir():
-            if match := _STAGED.fullmatch(path.name):
+            if match := STAGED.fullmatch(path.name):
                 node = int(match[1])
                 try:
                     with self._checked(path, node) as payload:
                         payload.check_sum(match[2])
                         sizes[node] = payload.size
-                except PayloadError as e:
-                    path.unlink()
-                    reject(node, f"damaged on the hub's disk: {e}")
-        return sizes
+                except (OSError, PayloadError) as e:
+                    damaged[node] = f"damaged on the hub's disk: {e}"
+        return sizes, damaged
 
     def open(self, node: int) -> StoredPayload:
-        """The committed push of a node, which is there."""
+        """The committed push of a node, to be read once; see `checking`. Raises DamagedPushError."""
         path = self.path(node)
         if path is None:
-            raise StoreError(f"{self._directory}: the push of node {node} has gone")
-        return StoredPayload.open(path, f"push of node {node}")
+            raise DamagedPushError(node, self._directory, f"the push of node {node} has gone")
+        try:
+            return StoredPayload.open(path, f"push of node {node}", summed=True)
+        except (OSError, PayloadError) as e:
+            raise DamagedPushError(node, path, e) from e
+
+    @contextmanager
+    def checking(self, pushes: Mapping[int, StoredPayload]) -> Iterator[None]:
+        """Raises DamagedPushError if what was read of a push meanwhile is not what its node has sent, also where the
+        work has failed, which may be because of that."""
+        failure = None
+        try:
+            yield
+        except NoSpaceError:
+            raise
+        except SpesError as e:
+            failure = e
+        for node, payload in pushes.items():
+            self._check_read(node, payload)
+        if failure is not None:
+            raise failure
+
+    def _check_read(self, node: int, payload: StoredPayload) -> None:
+        path = self.path(node)
+        match = STAGED.fullmatch(path.name) if path is not None else None
+        try:
+            payload.check_sum(match[2] if match else "")
+        except PayloadError as e:
+            raise DamagedPushError(node, path or self._directory, e) from e
+
+    def drop(self, node: int) -> None:
+        """The committed push of a node is not to be used."""
+        with self._lock:
+            if path := self.path(node):
+                path.unlink()
+                sync_directory(self._directory)
 
 
 def tokens_of(payload: StoredPayload) -> int:

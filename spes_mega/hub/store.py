@@ -15,7 +15,8 @@
     pushes/000007/*.spare        pushes of the round before, to be overwritten by those of the open one
     snapshots/round-000007/      kept for good
 
-What has its final name is complete and on the disk; everything else is removed when a hub opens the directory.
+What has its final name is complete and on the disk; everything else is removed when a hub has opened the directory and
+found what it needs whole. members.json and closing.json hold their own checksum.
 """
 
 import fcntl
@@ -36,11 +37,12 @@ import torch
 from spes_mega.errors import CheckpointError, StoreError
 from spes_mega.hub import members as members_format
 from spes_mega.hub.drain import LOCK, REQUEST
+from spes_mega.hub.durable import read_json, read_sealed, sync_directory, write_sealed, write_text
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.hub.published import BESIDE, Published
 from spes_mega.hub.room import noticing_full
-from spes_mega.hub.state_folder import PARTS, check_own
+from spes_mega.hub.state_folder import PARTS, check_layout, check_own, naming
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
@@ -53,6 +55,7 @@ KEPT_ROUNDS = 2
 _SPARE = ".{}.partial-spare"
 _CLOSING = "closing.json"
 _ROUND = re.compile(r"\d{6,}")
+_RESTORE = "restore the state directory from a copy"
 
 
 @dataclass(frozen=True)
@@ -74,19 +77,17 @@ class Store:
         self._recipe = recipe
         self._terms = Terms(recipe.spes)
         self._pending: dict[int, Path] = {}
-        try:
+        with naming(root):
             check_own(root)
+            check_layout(root, recipe.spes.num_nodes)
             for part in PARTS:
                 (root / part).mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
             try:
                 self._check_run()
-                self._sweep()
             except BaseException:
                 self.close()
                 raise
-        except OSError as e:
-            raise StoreError(f"{root}: cannot use this state directory: {e}") from e
 
     def close(self) -> None:
         with suppress(OSError):
@@ -121,6 +122,15 @@ class Store:
                     raise  # else it got its final name just now
         return Published(directory, round_, self._terms)
 
+    def check_new(self) -> None:
+        """Raises StoreError if there is no state, and yet what follows on one: states were lost."""
+        traces = [self.root / "members.json", *self.root.glob("pushes/*/node-*"), *self.root.glob("snapshots/round-*")]
+        if found := next((path for path in traces if path.exists()), None):
+            raise StoreError(
+                f"{self.root / 'rounds'}: holds no state, but {found} is there, so that there was one: {_RESTORE}, or "
+                "give --state an empty directory to begin a new run"
+            )
+
     def check_state(self, round_: int) -> None:
         """Raises StoreError naming the first damaged file of a state, and what can be done."""
         try:
@@ -149,23 +159,23 @@ class Store:
         """Raises StoreError if round.json is damaged."""
         path = self.round_dir(round_) / "round.json"
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path, _RESTORE)
             ledger = Ledger.from_json(raw["ledger"])
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise StoreError(f"{path}: damaged: {e!r}; restore the state directory from a copy") from e
+            raise StoreError(f"{path}: damaged: {e!r}; {_RESTORE}") from e
         if raw.get("round") != round_ or not ledger.rounds or ledger.rounds[-1].round != round_:
             raise StoreError(f"{path}: speaks of another round than its directory's name")
         return ledger
 
     def read_members(self) -> dict[int, Member]:
         """The nodes that took part when the directory was last used. Raises StoreError if members.json is damaged."""
-        path = self.root / "members.json"
-        if not path.exists():
-            return {}
+        path, remedy = self.root / "members.json", "remove it, and all nodes have to join anew"
         try:
-            members = members_format.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise StoreError(f"{path}: damaged: {e!r}; remove it, and all nodes have to join anew") from e
+            members = members_format.from_json(read_sealed(path, remedy))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError) as e:
+            raise StoreError(f"{path}: damaged: {e!r}; {remedy}") from e
         if strangers := sorted(set(members) - set(range(self._recipe.spes.num_nodes))):
             raise StoreError(f"{path}: speaks of node {strangers[0]}, which this run does not have; remove it")
         return members
@@ -175,7 +185,7 @@ class Store:
         path = self.root / "members.json"
         try:
             with noticing_full(path):
-                _write_durably(path, json.dumps(members_format.as_json(members)))
+                write_sealed(path, members_format.as_json(members))
         except OSError as e:
             raise StoreError(f"{path}: the hub cannot note who takes part: {e.strerror or e}") from e
 
@@ -219,19 +229,25 @@ class Store:
         """From now on the open round is closed with these pushes, and no others. Raises StoreFullError."""
         path = self.pushes_dir(round_) / _CLOSING
         with noticing_full(path):
-            _write_durably(path, json.dumps(asdict(closing)))
+            write_sealed(path, asdict(closing))
             sync_directory(path.parent.parent)
 
     def closing(self, round_: int) -> Closing | None:
         """How an earlier hub began to close a round. Raises StoreError if the file is damaged."""
         path = self.root / "pushes" / f"{round_:06d}" / _CLOSING
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_sealed(path, _RESTORE)
             return Closing(tuple(map(int, raw["nodes"])), tuple(map(int, raw["absent"])))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise StoreError(f"{path}: damaged: {e!r}; restore the state directory from a copy") from e
+        except (ValueError, KeyError, TypeError) as e:
+            raise StoreError(f"{path}: damaged: {e!r}; {_RESTORE}") from e
+
+    def forget_closing(self, round_: int) -> None:
+        """The round stays open after all."""
+        path = self.root / "pushes" / f"{round_:06d}" / _CLOSING
+        path.unlink()
+        sync_directory(path.parent)
 
     def prune(self, newest: int, last: bool = False) -> None:
         """Remove states and pushes that nobody needs any more, but for files that the next state can overwrite.
@@ -298,19 +314,16 @@ class Store:
         if not path.exists():
             if self.newest() is not None:
                 raise StoreError(f"{path}: missing beside committed rounds; restore it from a copy")
-            _write_durably(path, json.dumps(mine, indent=1))
+            write_text(path, json.dumps(mine, indent=1))
             return
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as e:
-            raise StoreError(f"{path}: damaged: {e}; restore it from a copy") from e
+        found = read_json(path, "restore it from a copy")
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise StoreError(f"{path}: not a state directory of format {FORMAT}")
         if found.get("digest") != mine["digest"]:
             if self.newest() is not None:
                 raise StoreError(self._of_another_recipe(found))
             # the first start failed, say at an --init of another shape
-            _write_durably(path, json.dumps(mine, indent=1))
+            write_text(path, json.dumps(mine, indent=1))
 
     def _of_another_recipe(self, found: dict[str, Any]) -> str:
         its, mine = found.get("agreed"), self._recipe
@@ -321,8 +334,8 @@ class Store:
             "or start with the recipe that it belongs to"
         )
 
-    def _sweep(self) -> None:
-        """Remove what a crash left half-written."""
+    def sweep(self) -> None:
+        """Remove what a crash left half-written, once it is known that the rest is whole."""
         for pattern in (
             ".*.partial",
             "pushes/.*.partial-*",
@@ -343,7 +356,7 @@ class Store:
 
     @staticmethod
     def _remove(path: Path) -> None:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             # Renamed first: a directory with its final name must never be half there.
             doomed = path if path.name.startswith(".") else path.with_name(f".{path.name}.partial-old")
             path.rename(doomed)
@@ -374,27 +387,3 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def _write_durably(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError:
-        if partial.is_file():
-            partial.unlink()
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

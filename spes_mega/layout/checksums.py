@@ -6,13 +6,14 @@ because rows of several tensors are written in turn. Any other file's is that of
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import xxhash
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.safetensors_format import LENGTH_BYTES, TensorSpec, header_length, parse_header
+from spes_mega.layout.safetensors_format import LENGTH_BYTES, Header, TensorSpec, header_length, parse_header
 
 CHECKSUMS = "checksums.json"
 """The file that holds those of all other files of its directory."""
@@ -41,6 +42,70 @@ class TensorChecksums:
     def _digest(self, name: str, spec: TensorSpec) -> bytes | None:
         checksum, done = self._running.get(name) or (None, 0)
         return checksum.digest() if checksum is not None and done == spec.stop - spec.start else None
+
+
+class ReadChecksums(TensorChecksums):
+    """Is told of all that is read of the tensors of one file; each may be read from its start to its end repeatedly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[str, set[tuple[bytes, int]]] = {}
+
+    def read(self, name: str, offset: int, data: memoryview) -> None:
+        """Bytes of a tensor, from its byte `offset` on."""
+        if offset == 0 and (earlier := self._running.pop(name, None)) is not None:
+            self._before.setdefault(name, set()).add((earlier[0].digest(), earlier[1]))
+        self.wrote(name, offset, data)
+
+    def _digest(self, name: str, spec: TensorSpec) -> bytes | None:
+        digest, size = super()._digest(name, spec), spec.stop - spec.start
+        if digest is None:
+            return None
+        others = {before for before, done in self._before.get(name, ()) if done == size} - {digest}
+        return b"" if others else digest  # read twice and not the same: then the file's checksum is no good one's
+
+
+class ArrivingChecksums(TensorChecksums):
+    """Is told of the bytes of one file as they come, header first."""
+
+    def __init__(self, max_header: int) -> None:
+        """A longer header is not read: then the file has no checksum before it was read again."""
+        super().__init__()
+        self._max_header = max_header
+        self._header: Header | None = None
+        self._starts: list[int] = []
+        self._names: list[str] = []
+
+    def arrived(self, fd: int, offset: int, data: memoryview) -> None:
+        """Bytes of the file, from its byte `offset` on, that have just been written to it."""
+        if self._header is None:
+            self._header = self._read_header(fd, offset + len(data))
+        if self._header is None:
+            return
+        position, end = max(offset - self._header.data_start, 0), offset + len(data) - self._header.data_start
+        for name in self._names[max(bisect_right(self._starts, position) - 1, 0) :]:
+            spec = self._header.tensors[name]
+            if spec.start >= end:
+                break
+            first, last = max(spec.start, position), min(spec.stop, end)
+            if first < last:
+                skip = self._header.data_start - offset
+                self.wrote(name, first - spec.start, data[first + skip : last + skip])
+
+    def _read_header(self, fd: int, size: int) -> Header | None:
+        """None if it has not come yet, or is malformed, which whoever checks the file finds out."""
+        if size < LENGTH_BYTES:
+            return None
+        try:
+            length = header_length(os.pread(fd, LENGTH_BYTES, 0), "file", self._max_header)
+            if size < LENGTH_BYTES + length:
+                return None
+            header = parse_header(os.pread(fd, length, LENGTH_BYTES), "file")
+        except CheckpointError:
+            return None
+        self._names = list(header.tensors)
+        self._starts = [spec.start for spec in header.tensors.values()]
+        return header
 
 
 def checksum_of(path: Path) -> str:

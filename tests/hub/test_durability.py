@@ -1,6 +1,5 @@
 """Nodes are given a state before it is on the disk; a hub that dies in between makes the same one again."""
 
-import json
 import threading
 
 import pytest
@@ -9,6 +8,7 @@ from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull
 from hub.test_hub import moved, until
 from spes_mega.errors import SpesError, StoreError
 from spes_mega.hub import replica as replica_module
+from spes_mega.hub.durable import read_sealed
 from spes_mega.hub.run import Run
 from spes_mega.layout.names import expert_of
 from spes_mega.layout.writer import CheckpointWriter
@@ -104,7 +104,7 @@ def test_a_state_is_not_made_again_without_a_push_that_it_had(start_hub, connect
     hub.join()
     disk.recover()
     note = state / "pushes/000000/closing.json"
-    assert json.loads(note.read_text()) == {"nodes": [0, 1], "absent": []}
+    assert read_sealed(note, "") == {"nodes": [0, 1], "absent": []}
     lost = next(note.parent.glob("node-001-*"))
     lost.write_bytes(lost.read_bytes()[:-4] + b"oops")
     with pytest.raises(StoreError, match=r"the push of node 1 is missing or damaged, and round 0 was closed with it"):

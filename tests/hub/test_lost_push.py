@@ -1,4 +1,4 @@
-"""The hub's disk damages a push that was taken, which a hub that is started again finds out, and drops it."""
+"""The hub's disk damages a push that was taken: which a hub finds that is started again, or that closes the round."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -109,3 +109,68 @@ def test_one_that_only_watches_waits_on(start_hub, connect):
             trains._caller.session = watching._caller.session
             push(trains, 0, fabricate(recipe, 0, 0))
         assert waiting.result(timeout=30) == 1
+
+
+NAN = b"\xff\xff\xff\x7f"
+DAMAGES = {
+    "a bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "not a number": lambda content: content[:-4] + NAN,
+    "truncated": lambda content: content[:-4],
+    "header": lambda content: b"x" * 20 + content[20:],
+}
+
+
+def close_with_damage(recipe, start_hub, connect, how):
+    """Two nodes push, node 0's push is damaged before the last one comes; returns what was said and the next state."""
+    hub, said = start_hub(recipe), []
+    with (
+        HubClient.for_recipe(recipe, hub.address, 0, say=said.append) as zero,
+        HubClient.for_recipe(recipe, hub.address, 1, say=said.append) as one,
+        ThreadPoolExecutor() as pool,
+    ):
+        for client in (zero, one):
+            client.join()
+            client.pull().close()
+        push(zero, 0, fabricate(recipe, 0, 0))
+        waiting = pool.submit(zero.wait_round, 1)
+        (path,) = (hub.state / "pushes").rglob("node-000-*.safetensors")
+        path.write_bytes(how(path.read_bytes()))
+        push(one, 0, fabricate(recipe, 1, 0))
+        assert waiting.result(timeout=60) == 1
+        (rejected,) = zero.status()["rejected"]
+    assert (rejected["node"], rejected["round"]) == (0, 0)
+    assert f"{path}: damaged on the hub's disk" in rejected["reason"]
+    assert hub.error is None
+    return said, read_state(hub.state / "rounds/000001")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_that_is_damaged_before_the_round_closes_is_sent_again(start_hub, connect, tmp_path, damage):
+    recipe = make_recipe()
+    said, state = close_with_damage(recipe, start_hub, connect, DAMAGES[damage])
+    assert [line.endswith("it has lost this node's push for round 0; sending it again") for line in said] == [True]
+    initial = read_state(tmp_path / "state/rounds/000000")
+    assert_same(state, next_state(recipe, initial, {node: fabricate(recipe, node, 0) for node in (0, 1)}))
+
+
+@pytest.mark.parametrize(
+    "spes",
+    [
+        {"wire": "int8"},
+        {"merge_interval": 10, "merge_steps": 30},
+        {"wire": "bf16", "merge_interval": 10, "merge_steps": 30},
+    ],
+    ids=["int8", "merge", "bf16 merge"],
+)
+def test_so_it_is_with_codecs_and_merges(start_hub, connect, tmp_path, spes):
+    recipe = make_recipe(**spes)
+    said, state = close_with_damage(recipe, start_hub, connect, DAMAGES["a bit"])
+    assert len(said) == 1
+    hub = start_hub(recipe, tmp_path / "undisturbed")
+    for node in (0, 1):
+        client = connect(hub, node)
+        client.join()
+        client.pull().close()
+        push(client, 0, fabricate(recipe, node, 0))
+    assert client.wait_round(1) == 1
+    assert_same(state, read_state(tmp_path / "undisturbed/rounds/000001"))

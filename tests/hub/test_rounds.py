@@ -1,11 +1,12 @@
 import threading
+import time
 
 import pytest
 
 from spes_mega.errors import DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub.client import StaleRoundError
 from spes_mega.hub.members import Member, Presence, expected_back
-from spes_mega.hub.rounds import Rounds, Stopped
+from spes_mega.hub.rounds import POLL_S, STANDSTILL_S, Rounds, Stopped
 from spes_mega.recipe import SpesSection
 
 
@@ -39,6 +40,7 @@ def push(rounds, *nodes, round_=0):
 def closes(rounds):
     """Whether the round closes at once: (round, nodes) or None."""
     rounds.stop()
+    rounds._looked = rounds._clock()  # as if it had looked all the time
     try:
         return rounds.await_close()
     except Stopped:
@@ -217,6 +219,7 @@ def test_nodes_unknown_before_a_restart_have_the_deadline_for_joining(clock):
     rounds = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED))
     assert closes(rounds) is None
     clock.now = 100
+    rounds._looked = clock()
     with pytest.raises(DeadlineError, match="node 2 did not join within 100 s"):
         rounds.await_close()
     enough = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED), min_nodes=2)
@@ -282,3 +285,64 @@ def test_a_change_that_cannot_be_noted_is_not_made(clock):
     with pytest.raises(StoreError, match="no space"):
         rounds.join(0, "s0")
     assert rounds.presence()[0] is Presence.NEVER_JOINED
+
+
+def test_a_hub_that_was_stopped_past_the_deadline_listens_before_it_judges(clock):
+    rounds = make(clock, round_deadline_s=1000, min_nodes=2)
+    join(rounds, 0, 1, 2)
+    assert closes(rounds) is None  # the round's clock has started
+    push(rounds, 0)
+    closed = []
+    closing = threading.Thread(target=lambda: closed.append(rounds.await_close()), daemon=True)
+    closing.start()
+    time.sleep(3 * POLL_S)
+    clock.now = 5000.0  # as after SIGSTOP: nobody was heard meanwhile
+    time.sleep(5 * POLL_S)
+    assert closed == []
+    push(rounds, 1)
+    assert closed == []  # node 2 has what was left of the round, too
+    push(rounds, 2)
+    closing.join(30)
+    assert closed == [(0, (0, 1, 2))]
+
+
+def test_a_hub_that_was_stopped_judges_when_the_rest_of_the_time_is_over(clock):
+    rounds = make(clock, round_deadline_s=1000)
+    join(rounds, 0, 1, 2)
+    assert closes(rounds) is None
+    failures = []
+
+    def close():
+        try:
+            rounds.await_close()
+        except DeadlineError as e:
+            failures.append(str(e))
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    time.sleep(3 * POLL_S)
+    clock.now = 5000.0
+    time.sleep(5 * POLL_S)
+    while clock.now < 5995:
+        clock.now += STANDSTILL_S - 1
+        time.sleep(0.001)
+        rounds._looked = clock()
+    assert failures == []
+    clock.now = 6000 + STANDSTILL_S
+    rounds._looked = clock()
+    closing.join(30)
+    assert "did not push within 1000 s" in failures[0]
+
+
+def test_a_round_whose_push_was_lost_stays_open_for_its_node(clock):
+    rounds = make(clock, round_deadline_s=1000, min_nodes=1)
+    join(rounds, 0, 1, 2)
+    push(rounds, 0, 1, 2)
+    assert rounds.await_close() == (0, (0, 1, 2))
+    rounds.reopen(1)
+    assert rounds.lacks_push(1, 0)
+    assert not rounds.has_pushed(1, 0)
+    clock.now += 999
+    assert closes(rounds) is None
+    push(rounds, 1)
+    assert closes(rounds) == (0, (0, 1, 2))

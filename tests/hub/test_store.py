@@ -80,6 +80,7 @@ def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, 
     again = Store(state, recipe)
     try:
         assert again.newest() == 1
+        again.sweep()
         assert sorted(path.name for path in (state / "rounds").iterdir()) == ["000000", "000001"]
         assert list((state / "snapshots").iterdir()) == []
         assert [path.relative_to(state).as_posix() for path in (state / "pushes").rglob("*")] == [
@@ -137,6 +138,7 @@ def test_the_next_state_overwrites_files_of_one_that_nobody_needs(store, recipe,
     store.close()
     again = Store(tmp_path / "state", recipe)
     try:
+        again.sweep()
         assert not list(rounds.glob(".*spare"))
     finally:
         again.close()

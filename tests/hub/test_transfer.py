@@ -195,9 +195,9 @@ def test_an_attempt_that_is_overtaken_writes_nothing_more(tmp_path):
         taken = []
         patch.setattr(Arrival, "take", lambda self, frame: taken.append(frame) or len(frame))
         partials, ended = partials_module.Partials(tmp_path), []
-        with partials.attempt(0, "id", 100, 0, lambda: ended.append(1)) as (upload, first):
+        with partials.attempt(0, "id", 100, 50, 0, lambda: ended.append(1)) as (upload, first):
             upload.take(first, b"1")
-            with partials.attempt(0, "id", 100, 0, lambda: ended.append(2)) as (same, second):
+            with partials.attempt(0, "id", 100, 50, 0, lambda: ended.append(2)) as (same, second):
                 assert same is upload
                 assert ended == [1]
                 with pytest.raises(partials_module.BrokenTransferError, match="a newer attempt"):
@@ -208,21 +208,21 @@ def test_an_attempt_that_is_overtaken_writes_nothing_more(tmp_path):
 
 def test_uploads_of_one_node_are_few_and_files_go_with_their_round(tmp_path):
     partials = partials_module.Partials(tmp_path)
-    with partials.attempt(0, "a", 100, 0, list), partials.attempt(0, "b", 100, 0, list):
+    with partials.attempt(0, "a", 100, 50, 0, list), partials.attempt(0, "b", 100, 50, 0, list):
         with (
             pytest.raises(partials_module.BusyError, match="node 0 has 2 uploads"),
-            partials.attempt(0, "c", 100, 0, list),
+            partials.attempt(0, "c", 100, 50, 0, list),
         ):
             pass
-        with partials.attempt(1, "c", 100, 0, list):
+        with partials.attempt(1, "c", 100, 50, 0, list):
             assert len(list(tmp_path.iterdir())) == 3
     for number in range(20):  # strays take the place of what is idle
-        with partials.attempt(0, f"{number}", 100, 0, list):
+        with partials.attempt(0, f"{number}", 100, 50, 0, list):
             pass
     assert len(list(tmp_path.iterdir())) == 3
     with (
         pytest.raises(partials_module.BrokenTransferError, match="only 0 bytes are here"),
-        partials.attempt(0, "0", 100, 50, list),
+        partials.attempt(0, "0", 100, 50, 50, list),
     ):
         pass
     partials.close()
