@@ -6,7 +6,7 @@ import torch
 
 from spes_mega.errors import CheckpointError, SpesError
 from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
-from spes_mega.node.checkpoint import Checkpoint
+from spes_mega.node.checkpoint import WEIGHTS, Checkpoint
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.weight_source import Traffic
 from spes_mega.node.weights import NodeWeights, Shapes, Tensors
@@ -30,10 +30,11 @@ class LoneNode:
         return tuple(range(self._recipe.model.num_experts))
 
     def start(self, weights: NodeWeights, checkpoint: Checkpoint | None = None) -> int:
-        """Raises CheckpointError: OUT holds a result already, or `init` is not the recipe's model."""
+        """Raises CheckpointError: OUT holds a result already, or a checkpoint or `init` is not the recipe's model."""
         self._ranks.first(self._check_out)
         if checkpoint is not None:
-            return checkpoint.position.round  # it holds all weights
+            self._ranks.first(lambda: _check_complete(checkpoint, weights.shapes))
+            return checkpoint.position.round
         model, seed = self._recipe.model, self._recipe.train.seed
         if self._init is None:
             weights.assign(weights.shapes, lambda name: initial_tensor(model, name, weights.shapes[name], seed))
@@ -85,6 +86,15 @@ class LoneNode:
 
     def take_traffic(self) -> Traffic:
         return Traffic()
+
+
+def _check_complete(checkpoint: Checkpoint, shapes: Shapes) -> None:
+    """A weight that the checkpoint lacks would stay what the memory of a new model happened to hold."""
+    if missing := sorted(set(shapes).difference(checkpoint.names)):
+        raise CheckpointError(
+            f"{checkpoint.path / WEIGHTS}: has no {missing[0]}, which a lone node needs: resume from another "
+            "checkpoint, or begin anew with --resume never"
+        )
 
 
 def check_checkpoint(path: Path, recipe: Recipe) -> None:

@@ -1,13 +1,16 @@
 """What a lone node goes on with equals what it had, bit for bit, in ZeRO 1-3, fp32 and bf16; all in this process."""
 
 import itertools
+import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spes_mega.errors import CheckpointError, SpesError
+from spes_mega.layout.checksums import checksum_of
 from spes_mega.node.data import NodeData
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.lone_node import LoneNode
@@ -124,6 +127,24 @@ def test_what_is_not_its_own_is_refused_before_anything_is_built(tmp_path, ranks
     node.save()
     with pytest.raises(SpesError, match=message) as error:
         Node(tmp_path, recipe_of(1, "fp32", **change), ranks)
+    assert error.value.exit_code == CheckpointError.exit_code
+
+
+def test_a_lone_node_does_not_train_weights_that_its_checkpoint_lacks(tmp_path, ranks, recipe_of):
+    """They would be what the memory of the new model happened to hold."""
+    node = Node(tmp_path, recipe_of(1, "fp32"), ranks)
+    node.train(1)
+    node.save()
+    (path,) = (tmp_path / "out/checkpoints").iterdir()
+    weights = load_file(path / "weights.safetensors")
+    lacking = next(name for name in weights if "experts.2." in name)
+    expert = lacking.split("experts.2.")[0] + "experts.2."
+    save_file({n: t for n, t in weights.items() if not n.startswith(expert)}, path / "weights.safetensors")
+    checksums = json.loads((path / "checksums.json").read_text())
+    checksums["weights.safetensors"] = checksum_of(path / "weights.safetensors")
+    (path / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(SpesError, match=r"weights\.safetensors: has no model\.layers\..*experts\.2\.") as error:
+        Node(tmp_path, recipe_of(1, "fp32"), ranks)
     assert error.value.exit_code == CheckpointError.exit_code
 
 
