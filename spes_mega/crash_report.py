@@ -14,6 +14,9 @@ _SHORTAGES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOM
 """What the system runs out of, or refuses to all; no fault of this program."""
 
 
+MAX_LINE = 10_000
+
+
 class End(NamedTuple):
     """What to print on stderr, and the exit code."""
 
@@ -28,7 +31,7 @@ def end_of(error: Exception) -> End:
     program: its traceback is written to a file, or is part of the message where no file can be written.
     """
     if isinstance(error, SpesError):
-        return End(f"error: {error}", error.exit_code)
+        return End("\n".join(map(_cut, f"error: {error}".splitlines())), error.exit_code)
     if isinstance(error, OSError) and error.filename is not None:
         return End(f"error: {os.fsdecode(error.filename)}: {cause_of(error)}", 1)
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
@@ -49,6 +52,11 @@ def _fault(error: Exception) -> str:
     except OSError:
         return f"{said}\n{trace}This traceback belongs into a report of the fault."
     return f"{said}; please report it with {path}, which has the traceback and the command line"
+
+
+def _cut(line: str) -> str:
+    """A line without the middle of what is too long to be read, such as a name of a million characters."""
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} … {line[-MAX_LINE // 2 :]}"
 
 
 def _first_line(error: Exception) -> str:

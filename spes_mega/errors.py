@@ -77,10 +77,15 @@ def system_errors(kind: type[SpesError], path: Path | str | None = None, doing: 
 
     Args:
         path: what to name; None: the path that the error itself has. An error without any is left as it is.
+            A loop of symbolic links, which pathlib does not tell as an OSError, is named by itself.
         doing: such as "cannot be written".
     """
     try:
         yield
+    except RuntimeError as e:
+        if not str(e).startswith("Symlink loop"):
+            raise
+        raise kind(f"{e}: no path leads through it") from e
     except OSError as e:
         named = e.filename if path is None else path
         if named is None or e.errno is None:

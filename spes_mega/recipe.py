@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from spes_mega.errors import RecipeError
+from spes_mega.errors import RecipeError, system_errors
 from spes_mega.strict_yaml import YamlError, parse_yaml
 from spes_mega.text_files import read_text
 from spes_mega.validation import Key, Source, explain, shortened
@@ -528,6 +528,7 @@ def is_local(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("local"))
 
 
+@system_errors(RecipeError)
 def load_recipe(path: Path | str, overrides: Iterable[str | Path] = ()) -> Recipe:
     """Read a recipe file and lay `overrides` over it, in this order.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from spes_mega.errors import RecipeError
+from spes_mega.errors import CheckpointError, RecipeError, system_errors
 from spes_mega.layout import CheckpointWriter, differences
 from spes_mega.options import merge_options, recipe_options
 from spes_mega.progress import byte_progress, layer_progress, sigterm_interrupts
@@ -36,6 +36,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--dry-run", is_flag=True, help="only say what would be made")
 @click.option("--verify", "verifying", is_flag=True, help="then run SRC and result side by side, layer by layer")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@system_errors(CheckpointError)
 def command(
     src: tuple[Path, ...],
     config: Path | None,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from spes_mega.errors import AccessError
 from spes_mega.hub.keys import CallerTls, read_caller
+from spes_mega.text_files import read_text
 
 TOKEN_VARIABLE = "SPES_MEGA_TOKEN"
+MAX_TOKEN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,7 @@ def read_token(token_file: Path | None) -> str | None:
             return None
     else:
         source = str(token_file)
-        try:
-            token = token_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise AccessError(f"{source}: cannot read the token: {e}") from e
+        token = read_text(token_file, AccessError, "token", MAX_TOKEN_BYTES)
     token = token.strip()
     if not (token and token.isascii() and token.isprintable()) or " " in token:
         raise AccessError(f"{source}: a token is one word of printable ASCII characters")

@@ -8,13 +8,14 @@ import os
 import time
 from pathlib import Path
 
-from spes_mega.errors import StoreError
+from spes_mega.errors import StoreError, system_errors
 
 REQUEST = "drain"
 LOCK = "lock"
 POLL_S = 0.5
 
 
+@system_errors(StoreError)
 def drain(state: Path) -> bool:
     """Ask the hub that uses `state` to drain, and wait until it has ended; False if there is none.
 

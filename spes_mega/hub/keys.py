@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_mega.errors import AccessError
+from spes_mega.errors import AccessError, system_errors
 
 CA, TOKEN, TOKENS = "ca.pem", "token", "tokens.json"
 WATCH = "watch"
@@ -56,12 +56,14 @@ def token_hash(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+@system_errors(AccessError)
 def read_hub(directory: Path) -> HubKeys:
     """Raises AccessError naming the file that is missing, damaged or expired."""
     certificate, key = _read_pair(directory, "hub")
     return HubKeys(_read_ca(directory), certificate, key, read_callers(directory / TOKENS))
 
 
+@system_errors(AccessError)
 def read_caller(directory: Path) -> tuple[str | None, CallerTls]:
     """A caller's token (None if the directory has none) and its side of TLS.
 

@@ -33,6 +33,7 @@ _STALE_KEYS = ("_name_or_path", "transformers_version", "auto_map", "num_local_e
 def parse_config(raw: dict[str, Any]) -> ModelSection:
     """Read a config.json. Raises CheckpointError naming the key that is missing or not supported."""
     _check_types(raw)
+    _check_numbers(raw)
     family = family_of(raw)
     _check_fixed(family, raw)
     fields: dict[str, Any] = {ours: _value(family, raw, theirs) for ours, theirs in _PLAIN_KEYS.items()}
@@ -135,6 +136,19 @@ def _check_types(raw: dict[str, Any]) -> None:
     for key, (kind, expected) in _TYPES.items():
         if raw.get(key) is not None and not isinstance(raw[key], kind):
             raise CheckpointError(f"config.json: {key} is {raw[key]!r}; {expected} was expected")
+
+
+def _check_numbers(raw: dict[str, Any]) -> None:
+    """JSON has numbers of any size; no key of a model means one that neither int64 nor a float holds."""
+    values = list(raw.items())
+    while values:
+        key, value = values.pop()
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise CheckpointError(f"config.json: {key} is a number of more than 63 bits")
+        if isinstance(value, dict):
+            values += [(f"{key}.{inner}", part) for inner, part in value.items()]
+        elif isinstance(value, list):
+            values += [(key, part) for part in value]
 
 
 def _check_fixed(family: Family, raw: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout.config import DTYPE_NAMES, parse_config
 from spes_mega.layout.families import DERIVED, FAMILIES
 from spes_mega.layout.megatron_source import MegatronFile, has_megatron_names
@@ -105,6 +105,7 @@ class Checkpoint:
             )
 
 
+@system_errors(CheckpointError)
 def open_checkpoint(src: Path, config: Path | None = None) -> Checkpoint:
     """Open a Hugging Face directory, a .safetensors file, or a torch pickle (weights_only).
 

@@ -47,7 +47,7 @@ def _variant(rope: dict[str, Any], head_dim: int) -> dict[str, Any] | None:
         if rope:
             raise CheckpointError(f"config.json: the default RoPE has no {', '.join(sorted(rope))}")
         return None
-    if kind not in _NUMBERS:
+    if not isinstance(kind, str) or kind not in _NUMBERS:
         known = ", ".join(("default", *_NUMBERS))
         raise CheckpointError(f"config.json: RoPE variant {kind!r} is not supported (supported: {known})")
     for key in (*_NUMBERS[kind], *_LISTS.get(kind, ())):

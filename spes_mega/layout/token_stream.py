@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spes_mega.errors import DataError
+from spes_mega.errors import DataError, system_errors
 
 Tokens = npt.NDArray[np.int64]
 
@@ -15,6 +15,7 @@ Tokens = npt.NDArray[np.int64]
 class TokenStream:
     """All documents of an indexed dataset, one after the other."""
 
+    @system_errors(DataError)
     def __init__(self, prefix: Path) -> None:
         """Raises DataError: there is no dataset at `prefix`, or its two files do not belong together."""
         with warnings.catch_warnings():

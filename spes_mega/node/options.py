@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from spes_mega.errors import DataError, system_errors
 from spes_mega.hub.access import Access, read_access
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -39,7 +40,8 @@ class NodeOptions:
         overrides = options.pop("overrides")
         if (data := options.pop("data")) is not None:
             # absolute, since relative paths in a recipe start at the recipe's folder; JSON is YAML, quoted
-            overrides = (*overrides, f"data.train={json.dumps(str(data.resolve()))}")
+            with system_errors(DataError):
+                overrides = (*overrides, f"data.train={json.dumps(str(data.resolve()))}")
         return cls(out=out, overrides=overrides, **options)
 
     def access(self) -> Access:

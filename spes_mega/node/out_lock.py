@@ -4,7 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from spes_mega.errors import RecipeError
+from spes_mega.errors import CheckpointError, RecipeError, system_errors
 
 LOCK = "lock"
 
@@ -12,10 +12,12 @@ LOCK = "lock"
 def lock_out(out: Path) -> int:
     """Make the directory and take its lock; it is held until the process ends, in whatever way.
 
-    Returns the lock's file descriptor, which only a test has to close. Raises RecipeError: another node has it.
+    Returns the lock's file descriptor, which only a test has to close. Raises RecipeError: another node has it;
+    CheckpointError: it cannot be made.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    with system_errors(CheckpointError, out, "cannot be written"):
+        out.mkdir(parents=True, exist_ok=True)
+        fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from spes_mega.errors import AccessError
+from spes_mega.errors import AccessError, cause_of
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
@@ -52,9 +52,10 @@ class Authority:
             certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
             key = serialization.load_pem_private_key((directory / "ca.key").read_bytes(), None)
         except (OSError, ValueError, TypeError) as e:
+            cause = cause_of(e) if isinstance(e, OSError) else e
             raise AccessError(
                 f"{directory}: the authority's ca.pem and ca.key, which `spes-mega keys new` made, are needed to sign "
-                f"further keys; bring them back if you keep them elsewhere ({e})"
+                f"further keys; bring them back if you keep them elsewhere ({cause})"
             ) from e
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
             raise AccessError(f"{directory}: ca.key is not the key of ca.pem")

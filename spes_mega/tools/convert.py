@@ -11,7 +11,7 @@ import click
 import torch
 
 from spes_mega import __version__
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.optional_parts import check_holds, optional_part, shared_expert_width, unused_parts
@@ -139,6 +139,7 @@ def _finite_rows(source: Checkpoint, name: str, start: int, stop: int) -> torch.
     help="of the result  [default: source, unchanged]",
 )
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@system_errors(CheckpointError)
 def command(src: Path, to: str | None, out: Path, config: Path | None, dtype: str, as_json: bool) -> None:
     """Write the checkpoint SRC as one of another family, dtype or format.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spes_mega.errors import DataError
+from spes_mega.errors import DataError, system_errors
 
 
 @dataclass
@@ -87,6 +87,7 @@ class DocumentReader:
         self.skipped.add_bad(reason)
 
 
+@system_errors(DataError)
 def check_files(files: tuple[Path, ...]) -> None:
     """Raise DataError unless every file exists and is a .txt or a .jsonl."""
     for file in files:

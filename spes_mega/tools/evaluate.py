@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from spes_mega.errors import CheckpointError, DataError, RecipeError
+from spes_mega.errors import CheckpointError, DataError, RecipeError, system_errors
 from spes_mega.layout import Checkpoint, open_checkpoint
 from spes_mega.layout.token_stream import TokenStream
 from spes_mega.model import build, forward_logits, language_model_loss, load_weights
@@ -137,6 +137,7 @@ def _total_loss(gpt: Any, windows: Windows) -> float:
 @click.option("--max-tokens", type=click.IntRange(1), help="predict only so many tokens  [default: all]")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="to compute in")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@system_errors(DataError)
 def command(
     checkpoint: Path,
     data: Path,

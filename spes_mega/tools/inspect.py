@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, expert_of, open_checkpoint
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.safetensors_format import byte_count
@@ -91,6 +91,7 @@ PICTURES = (".png", ".svg", ".pdf")
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="draw the similarity of experts into this PNG file")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@system_errors(CheckpointError)
 def command(src: Path, config: Path | None, similarity: bool, plot: Path | None, as_json: bool) -> None:
     """Say what the checkpoint SRC is: parameters, bytes, family, RoPE, and how alike the experts of each layer are.
 

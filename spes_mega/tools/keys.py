@@ -4,12 +4,14 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from spes_mega.errors import AccessError
+from spes_mega.errors import AccessError, system_errors
 from spes_mega.hub.keys import CA, TOKEN, TOKENS, WATCH, node_name, read_callers, token_hash
 from spes_mega.tools.authority import Authority, Pair
 
@@ -36,6 +38,7 @@ def command() -> None:
 @HOSTS
 @DAYS
 @click.option("--out", type=DIRECTORY, required=True, help="A new directory for all of them.")
+@system_errors(AccessError)
 def new(nodes: int, hosts: tuple[str, ...], days: int, out: Path) -> None:
     """Make a certificate authority for the run, and keys for the hub and all nodes.
 
@@ -56,18 +59,28 @@ def write_keys(out: Path, nodes: int, hosts: Collection[str], days: int) -> None
     if out.exists():
         raise AccessError(f"{out}: is there already, and keys are never overwritten: choose another --out")
     authority = Authority.new()
-    # Complete, or not there at all.
+    with _new_directory(out) as partial:
+        for part in ("ca", "hub"):
+            _make_directory(partial / part)
+        _write_pair(partial / "ca", "ca", authority.pair)
+        _write_pair(partial / "hub", "hub", authority.sign_hub(hosts, days))
+        _write(partial / "hub" / CA, authority.pair.certificate)
+        callers = [*map(node_name, range(nodes)), WATCH]
+        hashes = {name: _write_caller(partial / name, name, authority, days) for name in callers}
+        _write(partial / "hub" / TOKENS, _tokens_text(hashes))
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill that gets the name `out` at the end: complete, or not there at all."""
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
-    _make_directory(partial)
-    for part in ("ca", "hub"):
-        _make_directory(partial / part)
-    _write_pair(partial / "ca", "ca", authority.pair)
-    _write_pair(partial / "hub", "hub", authority.sign_hub(hosts, days))
-    _write(partial / "hub" / CA, authority.pair.certificate)
-    callers = [*map(node_name, range(nodes)), WATCH]
-    hashes = {name: _write_caller(partial / name, name, authority, days) for name in callers}
-    _write(partial / "hub" / TOKENS, _tokens_text(hashes))
-    partial.rename(out)
+    with system_errors(AccessError, out, "cannot be written"):
+        try:
+            _make_directory(partial)
+            yield partial
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @command.command("node")
@@ -75,6 +88,7 @@ def write_keys(out: Path, nodes: int, hosts: Collection[str], days: int) -> None
 @click.argument("name", metavar="K|watch")
 @click.option("--replace", is_flag=True, help="In place of keys that have expired, or that others may have seen.")
 @DAYS
+@system_errors(AccessError)
 def node(directory: Path, name: str, replace: bool, days: int) -> None:
     """Make keys for one more node, number K, in DIRECTORY, which `spes-mega keys new` made.
 
@@ -86,13 +100,12 @@ def node(directory: Path, name: str, replace: bool, days: int) -> None:
         raise AccessError(f"{target}: is there already; --replace makes new keys in its place")
     authority = Authority.read(directory / "ca")
     hashes = {caller: digest.hex() for digest, caller in read_callers(hub / TOKENS).items()}
-    partial = target.with_name(f".{name}.partial-{secrets.token_hex(4)}")
-    hashes[name] = _write_caller(partial, name, authority, days)
-    # The hub's list comes first: keys that are there are in it.
-    _replace(hub / TOKENS, _tokens_text(hashes))
-    if target.exists():
-        target.rename(target.with_name(f"{name}.old-{secrets.token_hex(4)}"))
-    partial.rename(target)
+    with _new_directory(target) as partial:
+        hashes[name] = _fill_caller(partial, name, authority, days)
+        # The hub's list comes first: keys that are there are in it.
+        _replace(hub / TOKENS, _tokens_text(hashes))
+        if target.exists():
+            target.rename(target.with_name(f"{name}.old-{secrets.token_hex(4)}"))
     click.echo(f"{target}: for {name}; give {hub} to the hub again, and restart it")
 
 
@@ -100,6 +113,7 @@ def node(directory: Path, name: str, replace: bool, days: int) -> None:
 @click.argument("directory", type=DIRECTORY)
 @HOSTS
 @DAYS
+@system_errors(AccessError)
 def hub(directory: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make a new certificate for the hub, for other names or because the old one expires. Tokens stay as they are."""
     names = _hosts(hosts)
@@ -127,8 +141,12 @@ def _number(text: str) -> int:
 
 def _write_caller(directory: Path, name: str, authority: Authority, days: int) -> str:
     """Keys of one caller; returns the hash of its token, in hex."""
-    token = secrets.token_hex(32)
     _make_directory(directory)
+    return _fill_caller(directory, name, authority, days)
+
+
+def _fill_caller(directory: Path, name: str, authority: Authority, days: int) -> str:
+    token = secrets.token_hex(32)
     _write_pair(directory, "node", authority.sign_caller(name, days))
     _write(directory / CA, authority.pair.certificate)
     _write(directory / TOKEN, f"{token}\n".encode())
@@ -156,5 +174,9 @@ def _write(path: Path, content: bytes) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    _write(partial, content)
-    partial.replace(path)
+    with system_errors(AccessError, path, "cannot be written"):
+        try:
+            _write(partial, content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)

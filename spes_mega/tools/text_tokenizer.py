@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spes_mega.errors import DataError
+from spes_mega.errors import DataError, system_errors
 from spes_mega.text_files import read_json
 
 
@@ -20,6 +20,7 @@ class TextTokenizer:
     decode: Callable[[Sequence[int]], str]
 
 
+@system_errors(DataError)
 def load_tokenizer(path: Path, eod_token: str | None = None) -> TextTokenizer:
     """Open a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them.
 

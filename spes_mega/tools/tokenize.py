@@ -19,7 +19,7 @@ from typing import Any, Self
 import click
 from rich.console import Console
 
-from spes_mega.errors import DataError
+from spes_mega.errors import DataError, system_errors
 from spes_mega.signals import handling
 from spes_mega.tools.documents import DocumentReader, Skipped, check_files
 from spes_mega.tools.text_tokenizer import TextTokenizer, load_tokenizer
@@ -42,6 +42,7 @@ class TokenizedDataset:
     skipped_bad: int
 
 
+@system_errors(DataError)
 def tokenize(
     files: tuple[Path, ...],
     tokenizer: Path,
@@ -77,7 +78,10 @@ def tokenize(
     skipped = skipped if skipped is not None else Skipped()
     reader = DocumentReader(text_key, skip_bad, skipped)
     documents = (document for file in files for document in reader.read(file))
-    with DatasetWriter(out, loaded, eod=loaded.eod if append_eod else None) as writer:
+    with (
+        system_errors(DataError, out, "cannot be written"),
+        DatasetWriter(out, loaded, eod=loaded.eod if append_eod else None) as writer,
+    ):
         for ids in _encode_all(documents, loaded, eod_token, workers):
             if ids:
                 writer.add(ids)
@@ -149,7 +153,11 @@ class DatasetWriter:
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         out.parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        self.builder = IndexedDatasetBuilder(str(self.folder / "data.bin"), dtype=self.dtype)
+        try:
+            self.builder = IndexedDatasetBuilder(str(self.folder / "data.bin"), dtype=self.dtype)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         self.documents = self.tokens = 0
 
     def __enter__(self) -> Self:
@@ -185,8 +193,10 @@ class DatasetWriter:
         return result
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.builder.data_file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            self.builder.data_file.close()  # may find that what is still held back has no room
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _sync(file: Path) -> None:

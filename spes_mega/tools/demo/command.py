@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from spes_mega.errors import SpesError, VerificationError
+from spes_mega.errors import SpesError, VerificationError, system_errors
 from spes_mega.layout.counts import count_parameters
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.progress import sigterm_interrupts
@@ -65,7 +65,8 @@ def prepare(out: Path) -> Demo:
             raise SpesError(f"{out} is not empty and was not made by the demo: choose another --out")
         click.echo(f"== replacing what an earlier demo left in {out}")
         shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    with system_errors(SpesError, out):
+        out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).touch()
     for name in ("dense.yaml", "moe.yaml"):
         (out / name).write_text(resources.files("spes_mega.tools.demo").joinpath(name).read_text(encoding="utf-8"))
@@ -173,6 +174,7 @@ def command(out: Path) -> None:
         run_demo(out)
 
 
+@system_errors(SpesError)
 def run_demo(out: Path) -> None:
     """All stages, one after the other."""
     begin = time.monotonic()
