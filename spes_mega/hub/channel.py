@@ -10,11 +10,12 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from spes_mega.errors import DeadlineError
 from spes_mega.hub.access import Access
-from spes_mega.hub.faults import TRANSIENT, OversizedError, PayloadError, answered_by_hub, error_of
+from spes_mega.hub.faults import TRANSIENT, OversizedError, PayloadError, answered_by_hub, details_of, error_of
 from spes_mega.hub.handshake import check_handshake
 from spes_mega.hub.keys import CallerTls
 from spes_mega.hub.retry_notice import RetryNotice
 from spes_mega.hub.transfer import Stub
+from spes_mega.quoting import printable
 
 T = TypeVar("T")
 # Pings keep idle connections through NATs alive during an hour of local training, and find dead ones.
@@ -136,4 +137,4 @@ def _failure(state: RetryCallState) -> BaseException | None:
 
 def _reason(state: RetryCallState) -> str:
     failure = _failure(state)
-    return str(failure.details()) if isinstance(failure, grpc.RpcError) else str(failure)
+    return details_of(failure) if isinstance(failure, grpc.RpcError) else printable(str(failure))

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from spes_mega.hub.ledger import RoundRecord
+from spes_mega.quoting import printable
 
 
 class Console:
@@ -17,7 +18,7 @@ class Console:
 
     def say(self, event: str, text: str, **fields: Any) -> None:
         """One event; `fields` are what a program would want of it."""
-        click.echo(json.dumps({"event": event, **fields}) if self._as_json else text)
+        click.echo(json.dumps({"event": event, **fields}) if self._as_json else printable(text, None))
 
     def round(self, record: RoundRecord, num_rounds: int, num_nodes: int, aggregation_s: float) -> None:
         """One closed round."""

@@ -40,6 +40,10 @@ class Delivery:
         def attempt() -> None:
             reply = self._channel.open("Offer", offer, attempt_s(ANSWER_S, end))
             if not reply.complete:
+                if reply.offset > opening.total_bytes or not reply.chunk_bytes:
+                    raise OversizedError(
+                        f"the hub wants byte {reply.offset} of {opening.total_bytes} in chunks of {reply.chunk_bytes}"
+                    )
                 opening.offset = reply.offset
                 messages = self._messages(file, opening, min(reply.chunk_bytes, MAX_CHUNK_BYTES))
                 self._channel.open("Push", messages, attempt_s(self._channel.limit.seconds, end))

@@ -1,13 +1,16 @@
 """How an error travels from hub to node: a gRPC status with the message, and its kind in the trailing metadata."""
 
+import errno
 from typing import NoReturn
 
 import grpc
 
 from spes_mega.errors import DeadlineError, HubRefusedError, SpesError, StoreError, StoreFullError
+from spes_mega.quoting import printable
 
 KIND_KEY = "spes-error-kind"
-MAX_MESSAGE = 2000  # gRPC bounds metadata to 8 KiB
+MAX_MESSAGE = 2000
+"""Bytes in UTF-8. gRPC writes some as three, and bounds metadata to 8 KiB."""
 
 
 class StaleRoundError(HubRefusedError):
@@ -42,6 +45,28 @@ class FullError(StoreFullError):
     """There is no room for it on the hub's disk yet: later."""
 
 
+class ScarceError(SpesError):
+    """The hub's machine is short of something that it will have again, such as descriptors: retry later."""
+
+
+_PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN))
+
+
+def passing(error: BaseException) -> ScarceError | None:
+    """Return what to say of an error that comes from a shortage which passes; None if it does not.
+
+    What reads files may have named it as damage of a file: what was behind that counts.
+    """
+    if isinstance(error, ScarceError):
+        return error
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _PASSING:
+            return ScarceError(f"the hub's machine is short of something for now: {cause}")
+        cause = cause.__cause__
+    return None
+
+
 # The first class that an error is an instance of decides.
 _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
     "damaged": (DamagedError, grpc.StatusCode.DATA_LOSS),
@@ -53,6 +78,7 @@ _KINDS: dict[str, tuple[type[SpesError], grpc.StatusCode]] = {
     "deadline": (DeadlineError, grpc.StatusCode.ABORTED),
     "full": (FullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     "store": (StoreError, grpc.StatusCode.ABORTED),
+    "scarce": (ScarceError, grpc.StatusCode.UNAVAILABLE),
     "error": (SpesError, grpc.StatusCode.ABORTED),
 }
 # All calls may be repeated, so that a line that fell silent in the middle of one is as good as one that broke.
@@ -65,16 +91,12 @@ TRANSIENT = {
 }
 
 
-def printable(text: str) -> str:
-    """Text that quotes a peer, safe to encode and to show on a terminal: what is not printable is escaped."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
 def answer_with(context: grpc.ServicerContext, error: SpesError) -> NoReturn:
-    """End a call with `error`; raises."""
+    """End a call with `error`, or with the shortage behind it; raises."""
+    error = passing(error) or error
     kind, code = next((kind, code) for kind, (cls, code) in _KINDS.items() if isinstance(error, cls))
     context.set_trailing_metadata(((KIND_KEY, kind),))
-    context.abort(code, printable(str(error)[:MAX_MESSAGE]))
+    context.abort(code, printable(str(error)).encode()[:MAX_MESSAGE].decode(errors="ignore"))
     raise AssertionError("abort raises")
 
 
@@ -87,7 +109,12 @@ def error_of(call: grpc.RpcError, address: str) -> SpesError:
     """The error that a failed call stands for."""
     kind = dict(call.trailing_metadata() or ()).get(KIND_KEY)
     if kind in _KINDS:
-        return _KINDS[kind][0](call.details())
+        return _KINDS[kind][0](details_of(call))
     if call.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return HubRefusedError(f"hub at {address}: {call.details()}")
-    return SpesError(f"hub at {address}: {call.code().name}: {call.details()}")
+        return HubRefusedError(f"hub at {address}: {details_of(call)}")
+    return SpesError(f"hub at {address}: {call.code().name}: {details_of(call)}")
+
+
+def details_of(call: grpc.RpcError) -> str:
+    """What the other side, or gRPC, says of a failed call; safe to show."""
+    return printable(str(call.details()))

@@ -1,18 +1,15 @@
-"""The hub's door: who a caller is by its token and certificate, and what it may ask for."""
+"""Who a caller is, by its token and certificate."""
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
 from spes_mega.errors import AccessError, HubRefusedError
-from spes_mega.hub.access import TOKEN_VARIABLE
-from spes_mega.hub.keys import WATCH, HubKeys, node_name, token_hash
-from spes_mega.hub.messages import HEALTH
+from spes_mega.hub.keys import HubKeys, node_name, token_hash
 
-_STATUS = "/spes_mega.hub.v1.Hub/Status"
 ANYONE = "anyone"
 """The caller by a token that all nodes share."""
 
@@ -72,33 +69,3 @@ class Guard:
 
 def _certificate_names(context: Any) -> list[str]:
     return [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])]
-
-
-class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses calls without a token before anything of them is read; health checks need none."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._strangers = _refusing(
-            grpc.StatusCode.UNAUTHENTICATED,
-            f"the token is missing or wrong: give the hub's with --keys or --token-file, or set {TOKEN_VARIABLE}",
-        )
-        self._watchers = _refusing(
-            grpc.StatusCode.PERMISSION_DENIED, f"the keys in DIR/{WATCH} are for `spes-mega status` alone"
-        )
-
-    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        if call.method.startswith(HEALTH):
-            return continuation(call)
-        caller = self._guard.caller(call.invocation_metadata)
-        if caller is None:
-            return self._strangers
-        return self._watchers if caller == WATCH and call.method != _STATUS else continuation(call)
-
-
-def _refusing(code: grpc.StatusCode, message: str) -> Any:
-    def refuse(requests: Any, context: grpc.ServicerContext) -> NoReturn:
-        context.abort(code, message)
-        raise AssertionError("abort raises")
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

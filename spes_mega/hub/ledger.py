@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from spes_mega.hub.faults import printable
+from spes_mega.quoting import printable
 
 KEPT = 20
 """Rounds that are remembered."""
@@ -116,7 +116,7 @@ class Ledger:
 
     def reject(self, node: int, round_: int, reason: str) -> None:
         with self._lock:
-            self.rejected.append(Rejection(node, round_, printable(reason[:MAX_REASON])))
+            self.rejected.append(Rejection(node, round_, printable(reason, MAX_REASON)))
 
     def close_round(
         self,

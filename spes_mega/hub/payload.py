@@ -35,6 +35,7 @@ from spes_mega.layout.safetensors_format import (
 )
 from spes_mega.layout.tensor_bytes import bytes_of, read_tensor, write_tensor
 from spes_mega.outer.codecs import CODEC_OF_DTYPE, INT8_LEVELS, lossy
+from spes_mega.quoting import quoted
 
 
 class PayloadWriter:
@@ -142,7 +143,7 @@ class StoredPayload:
                 continue
             codec = CODEC_OF_DTYPE.get(spec.dtype)
             if codec is None:
-                raise PayloadError(f"{self._source}: {name[:200]} is {spec.dtype}, which no codec gives")
+                raise PayloadError(f"{self._source}: {quoted(name)} is {spec.dtype}, which no codec gives")
             forms[name] = Form(spec.shape, codec)
         return forms
 
@@ -209,7 +210,7 @@ class StoredPayload:
             raise PayloadError(f"{self._source}: tensor {missing[0]} is missing ({len(missing)} in all)")
         for name, spec in tensors.items():
             if name not in specs:
-                raise PayloadError(f"{self._source}: tensor {name[:200]} was not expected from this node")
+                raise PayloadError(f"{self._source}: tensor {quoted(name)} was not expected from this node")
             dtype, shape = specs[name]
             if spec.shape != shape:
                 raise PayloadError(f"{self._source}: {name} has shape {spec.shape}, expected {shape}")

@@ -1,4 +1,7 @@
-"""What the hub does when its disk is full: by spes.on_full_disk, it waits until there is room, or the run stops."""
+"""What the hub does when its disk is full: by spes.on_full_disk, it waits until there is room, or the run stops.
+
+When its machine is short of something that passes, such as descriptors or memory, it always waits.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,28 +9,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from spes_mega.errors import NoSpaceError, StoreError, StoreFullError
+from spes_mega.errors import NoSpaceError, SpesError, StoreFullError
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import FullError
+from spes_mega.hub.faults import FullError, ScarceError, passing
 from spes_mega.layout.tensor_bytes import NO_SPACE
 
 RETRY_S = 3.0
+SHORTAGES = StoreFullError, ScarceError
 T = TypeVar("T")
-Pause = Callable[[float, StoreError], None]
+Pause = Callable[[float, SpesError], None]
 """Waits for some seconds, for a reason."""
 
 
 @contextmanager
-def noticing_full(target: Path) -> Iterator[None]:
-    """Raises StoreFullError where there is no room on the disk of `target`."""
+def noticing_shortage(target: Path) -> Iterator[None]:
+    """Raises StoreFullError where there is no room on the disk of `target`, ScarceError at what passes by itself."""
     try:
         yield
-    except NoSpaceError as e:
-        raise StoreFullError(f"the hub's disk is full: {e}") from e
-    except OSError as e:
-        if e.errno not in NO_SPACE:
-            raise
-        raise StoreFullError(f"the hub's disk is full: {target}: {e.strerror}") from e
+    except (OSError, SpesError) as e:
+        if scarce := passing(e):
+            raise scarce from e
+        if isinstance(e, NoSpaceError):
+            raise StoreFullError(f"the hub's disk is full: {e}") from e
+        if isinstance(e, OSError) and e.errno in NO_SPACE:
+            raise StoreFullError(f"the hub's disk is full: {target}: {e.strerror}") from e
+        raise
 
 
 class Room:
@@ -37,11 +43,12 @@ class Room:
         self._policy = policy
         self._console = console
         self._lock = threading.Lock()
+        self._again = ""
         self.trouble = ""
         """What there is no room for, for `status`; empty if there was some when it was last needed."""
 
     def needed(self, action: Callable[[], T], pause: Pause) -> T:
-        """Do what the run cannot go on without, again and again with a pause if it raises StoreFullError.
+        """Do what the run cannot go on without, again and again with a pause if it raises one of SHORTAGES.
 
         Raises:
             StoreFullError: spes.on_full_disk is stop.
@@ -49,26 +56,28 @@ class Room:
         while True:
             try:
                 result = action()
-            except StoreFullError as e:
+            except SHORTAGES as e:
                 pause(RETRY_S, self.refusal(e))
             else:
                 self.found()
                 return result
 
-    def refusal(self, error: StoreFullError) -> FullError:
-        """What a node is told that can try again. Raises `error` if spes.on_full_disk is stop."""
-        if self._policy == "stop":
+    def refusal(self, error: StoreFullError | ScarceError) -> FullError | ScarceError:
+        """What a node is told that can try again. Raises `error` if the disk is full, and spes.on_full_disk is stop."""
+        full = isinstance(error, StoreFullError)
+        if full and self._policy == "stop":
             raise error
         with self._lock:
             known, self.trouble = self.trouble, str(error)
+            self._again = "there is room on the hub's disk again" if full else "what was short has come back"
         if not known:
-            text = f"{error}; waiting until there is room (spes.on_full_disk: wait)"
-            self._console.say("full", text, reason=str(error))
-        return FullError(str(error))
+            until = "until there is room (spes.on_full_disk: wait)" if full else "until that has passed"
+            self._console.say("full" if full else "scarce", f"{error}; waiting {until}", reason=str(error))
+        return FullError(str(error)) if full else ScarceError(str(error))
 
     def found(self) -> None:
         """There was room."""
         with self._lock:
             known, self.trouble = self.trouble, ""
         if known:
-            self._console.say("room", "there is room on the hub's disk again")
+            self._console.say("room", self._again)

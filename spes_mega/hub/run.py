@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import xxhash
 
-from spes_mega.errors import StoreError, StoreFullError
+from spes_mega.errors import SpesError, StoreError, StoreFullError
 from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import BrokenTransferError, FullError, PayloadError, StaleRoundError
+from spes_mega.hub.faults import BrokenTransferError, FullError, PayloadError, ScarceError, StaleRoundError
 from spes_mega.hub.forms import Form, forms_of
 from spes_mega.hub.frames import PREFIX_BYTES, chunk_bytes, frames
 from spes_mega.hub.initial import commit_initial
@@ -23,7 +23,7 @@ from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.published import Publisher, publishing
-from spes_mega.hub.room import Pause, Room, noticing_full
+from spes_mega.hub.room import SHORTAGES, Pause, Room, noticing_shortage
 from spes_mega.hub.rounds import Rounds
 from spes_mega.hub.staging import DamagedPushError, Staging, most_tokens, tokens_of
 from spes_mega.hub.state_folder import naming
@@ -75,7 +75,7 @@ class Run:
             self._load(round_ + 1)
 
     def _load(self, round_: int) -> None:
-        self.ledger: Ledger = self._store.read_ledger(round_)
+        self.ledger: Ledger = self._at_start(lambda: self._store.read_ledger(round_))
         self.newest: RoundRecord = self.ledger.rounds[-1]
         self.staging = self._at_start(self._stage)
         self.rounds = self._rounds(round_, self._stored_pushes(round_))
@@ -161,11 +161,11 @@ class Run:
     def _remember(self, members: Members) -> None:
         try:
             self._store.write_members(members)
-        except StoreFullError as e:
+        except SHORTAGES as e:
             raise self._refusal(e) from e
 
-    def _refusal(self, error: StoreFullError) -> FullError:
-        """What a node is told that there is no room for. Raises `error`, and ends the run, if it has to stop then."""
+    def _refusal(self, error: StoreFullError | ScarceError) -> FullError | ScarceError:
+        """What a node is told that has to try again. Raises `error`, and ends the run, if it has to stop then."""
         try:
             return self._room.refusal(error)
         except StoreFullError:
@@ -176,7 +176,7 @@ class Run:
         """Do what the run cannot go on without, as soon as there is room for it."""
 
         def attempt() -> T:
-            with noticing_full(self._store.root):
+            with noticing_shortage(self._store.root):
                 return action()
 
         return self._room.needed(attempt, pause or self.rounds.pause)
@@ -265,7 +265,7 @@ class Run:
             repeated = self.staging.receive(node, opening, frames, progress, commit, end)
             self._room.found()
             return repeated
-        except StoreFullError as e:
+        except SHORTAGES as e:
             raise self._refusal(e) from e
         except (PayloadError, BrokenTransferError):
             self.rounds.check_open(opening.round)  # closed meanwhile: the next one may ask this node for other experts
@@ -362,7 +362,7 @@ class Run:
         self._console.round(self.newest, self.recipe.num_rounds, self.recipe.spes.num_nodes, self._aggregation_s)
         if before.absent != self.newest.absent:
             self._say_ownership()
-        self._store.prune(self.newest.round, self.finished)
+        self._needed(lambda: self._store.prune(self.newest.round, self.finished))
         self._needed(lambda: self._metrics.append(self.newest, similarity))
         self._needed(self._snapshot)
 
@@ -393,10 +393,13 @@ class Run:
                     beside=bytes_beside(self.shapes, self._terms, *changed),
                     publish=lambda: self._publish(closed, began),
                 )
-        except StoreFullError as e:
-            if self.newest.round > round_:  # nodes have the state: it cannot be made a second time by this process
-                raise StoreError(f"{e}; make room and start the hub again: nothing is lost") from e
-            raise
+        except SHORTAGES as e:
+            if self.newest.round == round_:
+                raise
+            # Nodes have the state: it cannot be made a second time by this process.
+            if isinstance(e, ScarceError):
+                raise SpesError(f"{e}; start the hub again: nothing is lost") from None
+            raise StoreError(f"{e}; make room and start the hub again: nothing is lost") from e
         return similarity
 
     def _publish(self, closed: Ledger, began: float) -> None:

@@ -2,17 +2,20 @@
 
 import threading
 import time
-from concurrent import futures
+from contextlib import suppress
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from spes_mega.errors import AccessError, SpesError, StoreError
+from spes_mega.hub.admission import Admission
+from spes_mega.hub.connections import Connections, most_connections, raise_open_files
 from spes_mega.hub.console import Console
-from spes_mega.hub.guard import Guard, TokenInterceptor
-from spes_mega.hub.limits import CALLS_PER_NODE
+from spes_mega.hub.faults import passing
+from spes_mega.hub.guard import Guard
+from spes_mega.hub.health import SERVICE, Health
+from spes_mega.hub.limits import Lanes
 from spes_mega.hub.members import Presence
-from spes_mega.hub.messages import MessageInterceptor
 from spes_mega.hub.notify import notify
 from spes_mega.hub.proto.hub_pb2_grpc import add_HubServicer_to_server
 from spes_mega.hub.rounds import Stopped
@@ -26,18 +29,19 @@ FAREWELL_S = 2.0
 LINGER_S = 30.0
 """How long a hub whose run is finished goes on for nodes that it does not know to be there: stragglers whose push for
 the last round is late, and, if it was started on a finished run, anybody who wants the last state."""
-MAX_WORKERS = 256
 WATCH_S = 0.5
-SERVICE = "spes_mega.hub.v1.Hub"
-"""In the health service: not serving from the moment that the hub drains. The process as a whole, whose name is empty,
-serves until its end."""
+TEND_S = 0.5
+RUSH_S = 0.05
+"""Between looks at calls and connections, and while connections have to be shut down."""
+LONGER_S = 60.0
+"""Than spes.rpc_deadline_s, after which its caller gives it up, no call lasts."""
 SERVER_OPTIONS = (
     # What a peer can make the hub hold in memory before anything of it is checked.
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 64),
-    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # a second hub on the same port is an error, not a coin toss
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -61,16 +65,20 @@ class HubServer:
         self._guard = guard
         self._console = console
         self._ended = threading.Event()
-        # status and health come on top
-        workers = min(MAX_WORKERS, CALLS_PER_NODE * recipe.spes.num_nodes + 8)
+        nodes = recipe.spes.num_nodes
+        self._lanes, self._connections = Lanes(recipe.spes.rpc_deadline_s + LONGER_S), Connections(nodes)
+        admission = Admission(guard, nodes, self._lanes, self._connections)
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(workers, thread_name_prefix="rpc"),
-            interceptors=[TokenInterceptor(guard), MessageInterceptor()],
-            options=(*SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", _window_bytes(recipe.spes.num_nodes))),
-            maximum_concurrent_rpcs=2 * workers,
+            admission.threads,
+            interceptors=[admission],
+            options=(
+                *SERVER_OPTIONS,
+                ("grpc.http2.lookahead_bytes", _window_bytes(nodes)),
+                ("grpc.max_allowed_incoming_connections", most_connections(nodes, raise_open_files())),
+            ),
         )
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = Health()
+        add_HealthServicer_to_server(self._health, self._server)
         self.address = self._bind(listen)
 
     def _bind(self, listen: str) -> str:
@@ -96,9 +104,9 @@ class HubServer:
         add_HubServicer_to_server(service, self._server)
         add_transfers(service, self._server)
         self._server.start()
-        for name in ("", SERVICE):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._health.set(True, "", SERVICE)
+        for task in (self._watch, self._tend):
+            threading.Thread(target=task, daemon=True).start()
         self._console.say("listening", f"hub listening on {self.address}", address=self.address)
         notify("READY=1", f"STATUS=listening on {self.address}")
         try:
@@ -107,9 +115,9 @@ class HubServer:
         except Stopped:
             return False
         except OSError as e:
-            raise self._farewell(StoreError(f"the state directory cannot be used: {e}")) from e
+            raise self._farewell(passing(e) or StoreError(f"the state directory cannot be used: {e}")) from e
         except SpesError as e:
-            raise self._farewell(e) from e
+            raise self._farewell(passing(e) or e) from e
         finally:
             self._end()
 
@@ -156,10 +164,18 @@ class HubServer:
             if self._run.drain_requested():
                 rounds.drain()
         if rounds.draining:
-            self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._health.set(False, SERVICE)
             text = f"draining: the hub ends when round {rounds.round + 1} is closed and nodes have fetched it"
             self._console.say("draining", text, round=rounds.round)
             notify("STOPPING=1", f"STATUS={text}")
+
+    def _tend(self) -> None:
+        """End calls that take too long, and shut down connections that are too many."""
+        port, shut = int(self.address.rpartition(":")[2]), 0
+        while not self._ended.wait(RUSH_S if shut else TEND_S):
+            self._lanes.end_overdue()
+            with suppress(OSError):
+                shut = self._connections.tend(port)
 
     def _farewell(self, error: SpesError) -> SpesError:
         self._run.rounds.fail(error)
@@ -171,7 +187,7 @@ class HubServer:
         notify("STOPPING=1")
         self._run.rounds.stop()
         self._run.rounds.wake()
-        self._health.enter_graceful_shutdown()
+        self._health.set(False, "", SERVICE)
         self._server.stop(grace=1.0).wait()
         self._run.close()
 

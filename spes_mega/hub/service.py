@@ -1,5 +1,6 @@
 """The RPCs: who calls is checked here, and errors become answers; the work is done by `Run`."""
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -10,18 +11,17 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from spes_mega.errors import HubRefusedError, SpesError
-from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, answer_with
+from spes_mega.errors import HubRefusedError, SpesError, StoreError
+from spes_mega.hub.faults import BrokenTransferError, BusyError, PayloadError, answer_with, passing
 from spes_mega.hub.frames import PREFIX_BYTES
-from spes_mega.hub.guard import ANYONE, Guard
-from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, MAX_WAITS, Slots
+from spes_mega.hub.guard import Guard
 from spes_mega.hub.members import Presence
-from spes_mega.hub.messages import parsed
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.proto.hub_pb2_grpc import HubServicer
 from spes_mega.hub.protocol import PROTOCOL
 from spes_mega.hub.rounds import Stopped
 from spes_mega.hub.run import Run
+from spes_mega.quoting import quoted
 
 MAX_WAIT_S = 60.0
 CUT_S = 0.5
@@ -31,17 +31,25 @@ _SESSION = re.compile(r"[\x21-\x7e]{1,64}")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+@contextmanager
+def _errors_answered(context: grpc.ServicerContext) -> Iterator[None]:
+    try:
+        yield
+    except SpesError as e:
+        answer_with(context, e)
+    except OSError as e:
+        answer_with(context, passing(e) or StoreError(f"the hub cannot use its state directory: {e}"))
+    except Stopped:
+        context.abort(grpc.StatusCode.UNAVAILABLE, "the hub is stopping")
+
+
 def _answering(method: Method) -> Method:
     """Turn errors of a unary RPC into its answer."""
 
     @wraps(method)
     def answer(self: "HubService", request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return method(self, parsed(request), context)
-        except SpesError as e:
-            answer_with(context, e)
-        except Stopped:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the hub is stopping")
+        with _errors_answered(context):
+            return method(self, request, context)
 
     return answer  # type: ignore[return-value]
 
@@ -53,7 +61,6 @@ class HubService(HubServicer):
         self._run = run
         self._guard = guard
         self._digest = run.recipe.digest()
-        self._pushes, self._downloads, self._waits = Slots("pushes"), Slots("downloads"), Slots("waits")
 
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
@@ -70,26 +77,21 @@ class HubService(HubServicer):
 
     @_answering
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
-        with self._listing(request):
+        with self._listing(request, context):
             return self._run.offered(self._check(request.caller, context), request)
 
     @_answering
     def Push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
-        caller = self._guard.caller(context.invocation_metadata()) or ANYONE
-        # Who has a token of its own is bounded by it already before it says which node it is.
-        nodes = self._run.recipe.spes.num_nodes if caller == ANYONE else 1
-        with self._pushes.take(caller, MAX_PUSHES * nodes):
-            return self._push(_opening(next(messages, b"")), messages, context)
-
-    def _push(self, opening: pb.PushOpening, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
-        with self._listing(opening):
+        opening = _opening(next(messages, b""))
+        with self._listing(opening, context):
             node = self._check(opening.caller, context)
             frames = _frames(messages, opening, context)
             return pb.PushReply(repeated=self._run.receive(node, opening, frames, context.cancel))
 
     @contextmanager
-    def _listing(self, push: pb.OfferRequest | pb.PushOpening) -> Iterator[None]:
-        """A push that is refused, or breaks off, is listed."""
+    def _listing(self, push: pb.OfferRequest | pb.PushOpening, context: grpc.ServicerContext) -> Iterator[None]:
+        """List a push that is refused, or breaks off, if it is really of the node that it names."""
+        self._guard.check_node(push.caller.node, context)
         try:
             yield
         except (BusyError, BrokenTransferError):
@@ -102,21 +104,13 @@ class HubService(HubServicer):
             raise
 
     def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            node = self._check(parsed(request).caller, context)
-            with self._downloads.take(f"node {node}", MAX_DOWNLOADS):
-                yield from self._run.send(node, request)
-        except SpesError as e:
-            answer_with(context, e)
-        except Stopped:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the hub is stopping")
+        with _errors_answered(context):
+            yield from self._run.send(self._check(request.caller, context), request)
 
     @_answering
     def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
         node = self._check(request.caller, context)
-        timeout_s = min(max(request.timeout_s, 0.0), MAX_WAIT_S)
-        with self._waits.take(f"node {node}", MAX_WAITS):
-            self._run.rounds.wait_round(request.round, timeout_s)
+        self._run.rounds.wait_round(request.round, _wait_s(request))
         newest = self._run.newest
         lacks_push = self._run.rounds.lacks_push(node, request.round - 1)
         return pb.WaitReply(round=newest.round, absent=newest.absent, lacks_push=lacks_push)
@@ -167,7 +161,7 @@ class HubService(HubServicer):
             )
         if caller.digest != self._digest:
             raise HubRefusedError(
-                f"node {caller.node} has another recipe (digest {caller.digest[:12]}, the hub's is "
+                f"node {caller.node} has another recipe (digest {quoted(caller.digest, 12)}, the hub's is "
                 f"{self._digest[:12]}): model, spes and train must be the same, but for fields marked local; compare "
                 "what `spes-mega recipe RECIPE` prints on both machines"
             )
@@ -203,6 +197,13 @@ def _frames(messages: Iterator[bytes], opening: pb.PushOpening, context: grpc.Se
     over = threading.Event()
     if missing > 0 and (not context.add_callback(over.set) or over.wait(CUT_S)):
         raise grpc.RpcError
+
+
+def _wait_s(request: pb.WaitRequest) -> float:
+    """How long a node may wait. Raises PayloadError unless it says a number of seconds."""
+    if not 0 <= request.timeout_s < math.inf:
+        raise PayloadError(f"timeout_s is {request.timeout_s}: a number of seconds, 0 or more, is expected")
+    return min(request.timeout_s, MAX_WAIT_S)
 
 
 def _opening(message: bytes) -> pb.PushOpening:

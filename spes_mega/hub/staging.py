@@ -14,8 +14,9 @@ from spes_mega.hub.partials import Partials
 from spes_mega.hub.payload import StoredPayload
 from spes_mega.hub.proto import hub_pb2 as pb
 from spes_mega.hub.protocol import TOKENS_KEY
-from spes_mega.hub.room import noticing_full
+from spes_mega.hub.room import noticing_shortage
 from spes_mega.hub.state_folder import STAGED
+from spes_mega.quoting import quoted
 from spes_mega.recipe import Recipe
 
 MAX_TOKENS = 10**15
@@ -131,7 +132,7 @@ class Staging:
     @contextmanager
     def _storing(self, progress: Callable[[int], None]) -> Iterator[None]:
         try:
-            with noticing_full(self._directory):
+            with noticing_shortage(self._directory):
                 yield
         except OSError as e:
             progress(0)  # the directory of a closed round is removed under a late push
@@ -225,7 +226,7 @@ def tokens_of(payload: StoredPayload) -> int:
     """How many tokens the node says it trained on. Raises PayloadError unless it is a number."""
     text = payload.header.metadata.get(TOKENS_KEY, "0")
     if not (text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= MAX_TOKENS):
-        raise PayloadError(f"metadata {TOKENS_KEY!r} is not a number of tokens: {text[:40]!r}")
+        raise PayloadError(f"metadata {TOKENS_KEY!r} is not a number of tokens: {quoted(text, 40)}")
     return int(text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spes_mega.errors import StoreError
 from spes_mega.hub.drain import LOCK, REQUEST
+from spes_mega.hub.faults import passing
 
 PARTS = ("rounds", "pushes", "snapshots")
 STAGED = re.compile(r"node-(\d{3,})-([0-9a-f]{16})\.safetensors")
@@ -30,11 +31,13 @@ _KINDS = {
 
 @contextmanager
 def naming(root: Path) -> Iterator[None]:
-    """Raises StoreError with the path and the cause instead of OSError."""
+    """Raises StoreError with the path and the cause instead of OSError, or ScarceError at what passes by itself."""
     try:
         yield
     except OSError as e:
-        raise StoreError(f"{e.filename or root}: the state directory cannot be used: {e.strerror or e}") from e
+        raise passing(e) or StoreError(
+            f"{e.filename or root}: the state directory cannot be used: {e.strerror or e}"
+        ) from e
 
 
 def check_own(root: Path) -> None:

@@ -41,7 +41,7 @@ from spes_mega.hub.durable import read_json, read_sealed, sync_directory, write_
 from spes_mega.hub.ledger import Ledger, RoundRecord
 from spes_mega.hub.members import Member, Members
 from spes_mega.hub.published import BESIDE, Published
-from spes_mega.hub.room import noticing_full
+from spes_mega.hub.room import noticing_shortage
 from spes_mega.hub.state_folder import PARTS, check_layout, check_own, naming
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files, require
@@ -184,7 +184,7 @@ class Store:
         """Raises StoreError if the directory cannot be written."""
         path = self.root / "members.json"
         try:
-            with noticing_full(path):
+            with noticing_shortage(path):
                 write_sealed(path, members_format.as_json(members))
         except OSError as e:
             raise StoreError(f"{path}: the hub cannot note who takes part: {e.strerror or e}") from e
@@ -206,7 +206,7 @@ class Store:
         """
         metadata = {"round": str(round_)}
         with (
-            noticing_full(self.root),
+            noticing_shortage(self.root),
             CheckpointWriter(
                 self.round_dir(round_),
                 self._recipe.model,
@@ -228,7 +228,7 @@ class Store:
     def note_closing(self, round_: int, closing: Closing) -> None:
         """From now on the open round is closed with these pushes, and no others. Raises StoreFullError."""
         path = self.pushes_dir(round_) / _CLOSING
-        with noticing_full(path):
+        with noticing_shortage(path):
             write_sealed(path, asdict(closing))
             sync_directory(path.parent.parent)
 

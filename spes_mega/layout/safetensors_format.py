@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spes_mega.errors import CheckpointError
+from spes_mega.quoting import quoted
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -126,7 +127,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in pairs:
         if name in out:
-            raise ValueError(f"{name!r} stands there twice")
+            raise ValueError(f"{quoted(name)} stands there twice")
         out[name] = value
     return out
 
@@ -135,17 +136,17 @@ def _parse_spec(name: str, entry: Any) -> TensorSpec:
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:
-        raise CheckpointError(f"{name}: dtype, shape and two data_offsets expected") from e
+        raise CheckpointError(f"{quoted(name)}: dtype, shape and two data_offsets expected") from e
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{name}: dtype {code!r} is not supported ({', '.join(DTYPES)})")
+        raise CheckpointError(f"{quoted(name)}: dtype {quoted(str(code))} is not supported ({', '.join(DTYPES)})")
     numbers = (*shape, start, stop)
     if len(shape) > MAX_AXES or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise CheckpointError(
-            f"{name}: shape and data_offsets must be whole numbers >= 0, with at most {MAX_AXES} axes"
+            f"{quoted(name)}: shape and data_offsets must be whole numbers >= 0, with at most {MAX_AXES} axes"
         )
     if stop - start != byte_count(DTYPES[code], shape):
         raise CheckpointError(
-            f"{name}: {stop - start} bytes for {code} of shape {list(shape)}, "
+            f"{quoted(name)}: {stop - start} bytes for {code} of shape {list(shape)}, "
             f"which takes {byte_count(DTYPES[code], shape)}"
         )
     return TensorSpec(DTYPES[code], shape, start, stop)
@@ -155,5 +156,5 @@ def _check_contiguous(specs: Mapping[str, TensorSpec]) -> None:
     end = 0
     for name, spec in specs.items():
         if spec.start != end:
-            raise CheckpointError(f"{name}: starts at byte {spec.start} where byte {end} was expected")
+            raise CheckpointError(f"{quoted(name)}: starts at byte {spec.start} where byte {end} was expected")
         end = spec.stop

@@ -79,8 +79,8 @@ def connect():
 def start_process(tmp_path):
     hubs = []
 
-    def start(raw, *options, folder=tmp_path, port=0):
-        hubs.append(HubProcess(folder, raw, *options, port=port))
+    def start(raw, *options, folder=tmp_path, **further):
+        hubs.append(HubProcess(folder, raw, *options, **further))
         return hubs[-1]
 
     yield start

@@ -1,6 +1,7 @@
 """The real `spes-mega hub`, as a process of its own."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ TOKEN = "a-token-for-tests"
 
 
 class HubProcess:
-    def __init__(self, folder, raw, *options, port=0):
+    def __init__(self, folder, raw, *options, port=0, open_files=None):
+        """`open_files` are its limits of them, soft and hard."""
         self.recipe = make_recipe(raw.get("model"), raw.get("train"), **raw.get("spes", {}))
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(raw))
@@ -27,6 +29,7 @@ class HubProcess:
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | {"SPES_MEGA_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+            preexec_fn=open_files and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files)),
         )
         self.output = ""
         self.address = self.read_until("hub listening on ").split()[-1]
@@ -49,6 +52,9 @@ class HubProcess:
     def peak_rss(self):
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+    def open_files(self):
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def client(self, node):
         return HubClient.for_recipe(self.recipe, self.address, node, access=Access(TOKEN))

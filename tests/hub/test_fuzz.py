@@ -266,6 +266,6 @@ def test_a_name_that_cannot_be_encoded_is_refused_and_listed(start_hub, connect)
     header = json.dumps({"\ud800\x1b[2J": {"dtype": "F32", "shape": [3], "data_offsets": [0, 13]}}).encode()
     data = (len(header).to_bytes(8, "little") + header).ljust(size, b"\0")
     messages = push_messages(client, [frame_of(0, data)], size)
-    with pytest.raises(PayloadError, match=r"\\ud800\\x1b\[2J: 13 bytes for F32"):
+    with pytest.raises(PayloadError, match=r"'\\ud800\\x1b\[2J': 13 bytes for F32"):
         client._channel.call("Push", messages, 20)
     assert r"\ud800\x1b[2J" in client.status()["rejected"][0]["reason"]

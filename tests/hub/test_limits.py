@@ -9,24 +9,78 @@ from hub.fabricated import fabricate, make_recipe, pull, push
 from hub.test_hub import stalled_push, until
 from spes_mega.errors import HubRefusedError
 from spes_mega.hub import outgoing as outgoing_module
+from spes_mega.hub.admission import MAX_DOWNLOADS
 from spes_mega.hub.client import HubClient
-from spes_mega.hub.faults import BusyError, OversizedError, PayloadError, error_of, printable
+from spes_mega.hub.faults import BusyError, OversizedError, PayloadError, error_of
 from spes_mega.hub.forms import payload_header
-from spes_mega.hub.limits import MAX_DOWNLOADS, MAX_PUSHES, Slots
+from spes_mega.hub.limits import MESSAGE_S, Lanes
 from spes_mega.hub.partials import MAX_UPLOADS
 from spes_mega.hub.proto import hub_pb2 as pb
 
 
-def test_slots_are_counted_for_each_key_and_given_back():
-    slots = Slots("uploads")
-    with slots.take("node 0", 2):
-        full = pytest.raises(BusyError, match="node 0 has 2 uploads under way")
-        with slots.take("node 0", 2), slots.take("node 1", 1), full, slots.take("node 0", 2):
-            pass
-        with pytest.raises(KeyError), slots.take("node 0", 2):
-            raise KeyError
-        with slots.take("node 0", 2):
-            pass
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def enter(lanes, lane, ended, limit=2):
+    """A call that a thread has taken up; its number among `ended` when it is ended."""
+    call = lanes.enter(lane, limit)
+    if call is not None:
+        call.begin(lambda: ended.append(call))
+    return call
+
+
+def test_a_lane_takes_as_many_calls_as_it_has_room_for():
+    lanes, ended = Lanes(100.0), []
+    first, second = (enter(lanes, "node-0", ended) for _ in range(2))
+    for call in (first, second):
+        lanes.arrived(call)
+    assert enter(lanes, "node-0", ended) is None
+    assert enter(lanes, "node-1", ended) is not None
+    lanes.leave("node-0", first)
+    assert enter(lanes, "node-0", ended) is not None
+    assert not ended
+
+
+def test_who_says_nothing_makes_room_the_oldest_first_even_before_a_thread_has_taken_it_up():
+    lanes, ended = Lanes(100.0), []
+    queued = lanes.enter("x", 3)
+    speaks, silent = (enter(lanes, "x", ended, 3) for _ in range(2))
+    lanes.arrived(speaks)
+    assert enter(lanes, "x", ended, 3) is not None
+    queued.begin(lambda: ended.append(queued))
+    assert ended == [queued]
+    assert enter(lanes, "x", ended, 3) is not None
+    assert ended == [queued, silent]
+    lanes.leave("x", queued)  # it is gone already
+    assert enter(lanes, "x", ended, 3) is not None  # in place of the next one that says nothing
+
+
+def test_a_call_is_ended_without_a_message_soon_and_with_one_in_the_end():
+    clock, ended = Clock(), []
+    lanes = Lanes(100.0, clock)
+    silent, speaks = (enter(lanes, "x", ended) for _ in range(2))
+    lanes.arrived(speaks)
+    clock.now = MESSAGE_S - 1
+    lanes.end_overdue()
+    assert ended == []
+    clock.now = MESSAGE_S + 1
+    lanes.end_overdue()
+    assert ended == [silent]
+    lanes.leave("x", silent)
+    clock.now = 100.0
+    lanes.end_overdue()
+    assert ended == [silent, speaks]
+
+
+def test_nothing_is_kept_of_calls_that_are_over():
+    lanes = Lanes(100.0)
+    for n in range(100):
+        lanes.leave(n, lanes.enter(n, 1))
+    assert not lanes._calls
 
 
 def test_a_node_has_few_uploads_at_a_time_and_others_are_not_held_up(start_hub, connect):
@@ -47,33 +101,6 @@ def test_a_node_has_few_uploads_at_a_time_and_others_are_not_held_up(start_hub, 
     go_on.set()
     assert not stalled[0].result(20).repeated or not stalled[1].result(20).repeated
     assert zero.wait_round(1) == 1
-
-
-def test_pushes_that_never_say_who_they_are_do_not_hold_up_the_hub(start_hub, connect):
-    recipe = make_recipe(num_nodes=1)
-    client = connect(start_hub(recipe), 0)
-    client.join()
-    never = threading.Event()
-
-    def silent():
-        never.wait(30)
-        yield from ()
-
-    stub = client._channel._stub
-    calls = [stub.Push.future(silent()) for _ in range(MAX_PUSHES)]
-
-    def busy():
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.Push(iter([b""]), timeout=20)
-        return refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    until(busy, 60)  # all of them have come
-    assert client.status()["round"] == 0
-    for call in calls:
-        call.cancel()
-    never.set()
-    push(client, 0, fabricate(recipe, 0, 0))  # tries again until there is room
-    assert client.wait_round(1) == 1
 
 
 def test_a_node_has_few_downloads_at_a_time(start_hub, connect):
@@ -100,10 +127,6 @@ def test_a_session_is_a_short_word(start_hub, connect, session):
     with pytest.raises(HubRefusedError, match="node 0 names no session"):
         client.join()
     assert hub.run.rounds.presence()[0].value == "never joined"
-
-
-def test_what_quotes_a_peer_can_be_shown_and_sent():
-    assert printable("plain ü\n\x1b[31m\ud800") == "plain ü\n\\x1b[31m\\ud800"
 
 
 def test_a_node_may_not_claim_more_tokens_than_anybody_trains_on(start_hub, connect):

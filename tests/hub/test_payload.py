@@ -70,7 +70,7 @@ def test_codecs_of_any_mixture_go_into_one_payload_and_are_known_by_their_dtypes
             raw = b"".join(payload.read_bytes(*part) for part in payload.raw(name))
             assert raw.endswith(bytes_of(wire))
             assert raw[: -wire.nbytes] == (b"" if scale is None else bytes(bytes_of(scale)))
-        with pytest.raises(PayloadError, match=r"x: tensor a\.scale was not expected"):
+        with pytest.raises(PayloadError, match=r"x: tensor 'a\.scale' was not expected"):
             payload.check(FORMS)
         with pytest.raises(PayloadError, match=r"x: tensor a\.scale is missing"):
             StoredPayload(stored_in_fp32(file), "x").check(MIXED)
@@ -115,7 +115,7 @@ def test_a_dtype_that_no_codec_gives_is_named():
     with tempfile.TemporaryFile() as file:
         file.write(pack_header({"a": (torch.float16, (2,))}) + bytes(4))
         file.flush()
-        with pytest.raises(PayloadError, match=r"x: a is torch\.float16, which no codec gives"):
+        with pytest.raises(PayloadError, match=r"x: 'a' is torch\.float16, which no codec gives"):
             StoredPayload(file, "x")
 
 
@@ -123,7 +123,7 @@ def test_a_dtype_that_no_codec_gives_is_named():
     ("expected", "message"),
     [
         (SHAPES | {"d": (1,)}, "tensor d is missing"),
-        ({"a": (3, 4), "b": (5,)}, "tensor c was not expected"),
+        ({"a": (3, 4), "b": (5,)}, "tensor 'c' was not expected"),
         (SHAPES | {"a": (4, 3)}, r"a has shape \(3, 4\), expected \(4, 3\)"),
     ],
 )
