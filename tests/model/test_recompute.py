@@ -6,6 +6,7 @@ import torch
 from spes_mega.model import (
     forward_logits,
     language_model_loss,
+    partitioned_experts,
     take_router_losses,
     tokens_per_expert,
 )
@@ -40,17 +41,28 @@ def step(model, recompute, zero_stage=1):
     return loss.detach(), gradients, tokens_per_expert(gpt), take_router_losses(moe_layers, 1), sum(kept.values())
 
 
+# Where three gradients meet, they may be summed in another order: some differ in the last bit of fp32. Those that go
+# on through products in bf16 are then rounded to the other neighbour, 2**-8 of an element away.
+TOLERANCE = {"products in fp32": 5e-6, "products in bf16": 1e-3}
+
+
+@pytest.fixture(params=TOLERANCE)
+def tolerance(request, monkeypatch):
+    """Choose what frozen experts compute in, which otherwise depends on the CPU; return how far gradients may differ."""
+    monkeypatch.setattr(partitioned_experts, "bf16_is_fast", lambda device: request.param == "products in bf16")
+    return TOLERANCE[request.param]
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_gradients_counts_and_losses_are_the_same_with_and_without(model, recompute):
+def test_gradients_counts_and_losses_are_the_same_with_and_without(model, recompute, tolerance):
     (loss, gradients, counts, router, kept), (loss_, gradients_, counts_, router_, kept_) = (
         step(model, how) for how in ("none", recompute)
     )
     assert torch.equal(loss, loss_)
     assert gradients.keys() == gradients_.keys()
     for name in gradients:
-        # where three gradients meet, they may be summed in another order
-        assert (gradients[name] - gradients_[name]).norm() <= 5e-6 * gradients[name].norm(), name
+        assert (gradients[name] - gradients_[name]).norm() <= tolerance * gradients[name].norm(), name
     assert torch.equal(counts, counts_)
     assert router == router_
     if model.is_moe:
