@@ -15,6 +15,8 @@ from measure import dd_seconds, randn_seconds, run_python
 from spes_mega.recipe import UpcycleSection
 
 _READ_BYTES = 16 << 20
+# What any program holds that makes use of torch, which differs between its builds.
+_TORCH_AT_WORK = "import torch; (torch.randn(9, 9).bfloat16() @ torch.randn(9, 9).bfloat16()).float().sum().item()"
 
 
 @click.command()
@@ -49,6 +51,7 @@ def main(
         "dd_s": (before + after) / 2,
         "randn_s": randn_seconds(numbers),
         "peak_rss_bytes": ours.peak_rss_bytes,
+        "torch_rss_bytes": run_python("-c", _TORCH_AT_WORK).peak_rss_bytes,
         "bytes_out": written,
         "cpu_s": ours.cpu_s,
         "dd_before_s": before,

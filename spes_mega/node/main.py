@@ -1,5 +1,6 @@
 """Entry point of a node's ranks: what the `deepspeed` launcher starts (`launchers/train.py`, `spes-mega launch`)."""
 
+import logging
 import math
 import os
 import sys
@@ -50,6 +51,8 @@ def _prepare_process() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # each rank would take all cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    # A CUDA build of torch says that there is a CUDA toolkit and no GPU; a node then is one on the CPU, which it says
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # DeepSpeed calls what the newest torch renames
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import spes_mega.model  # noqa: F401 - before anything else imports Megatron-Core: it knows how to do that quietly

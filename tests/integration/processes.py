@@ -69,9 +69,9 @@ class Process:
             self.popen.wait()
 
 
-def launch(recipe, *options, ranks=1):
+def launch(recipe, *options, ranks=1, **env):
     """A node under the deepspeed launcher, through `spes-mega launch`."""
-    return Process([*COMMAND, "launch", recipe, "--ranks", ranks, *options])
+    return Process([*COMMAND, "launch", recipe, "--ranks", ranks, *options], **env)
 
 
 def peak_rss(pid):

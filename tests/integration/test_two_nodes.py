@@ -30,11 +30,12 @@ def recipe_file(folder, write_recipe):
 
 @pytest.fixture(scope="module")
 def nodes(folder, recipe_file):
-    """Runs everything once: output of hub and nodes."""
+    """Runs everything once, on what looks like a machine with a CUDA toolkit: output of the nodes."""
     from integration.processes import Hub, launch
 
     hub = Hub(recipe_file, folder / "hub")
-    started = [launch(recipe_file, "--node", k, "--hub", hub.address, "--out", folder / f"node-{k}") for k in (0, 1)]
+    where = [("--node", k, "--hub", hub.address, "--out", folder / f"node-{k}") for k in (0, 1)]
+    started = [launch(recipe_file, *options, CUDA_HOME=str(folder)) for options in where]
     try:
         for node in started:
             node.succeed()

@@ -48,7 +48,7 @@ TOLERANCE = {"products in fp32": 5e-6, "products in bf16": 1e-3}
 
 @pytest.fixture(params=TOLERANCE)
 def tolerance(request, monkeypatch):
-    """Choose what frozen experts compute in, which otherwise depends on the CPU; return how far gradients may differ."""
+    """Choose what frozen experts compute in, where the CPU would; return how far gradients may differ."""
     monkeypatch.setattr(partitioned_experts, "bf16_is_fast", lambda device: request.param == "products in bf16")
     return TOLERANCE[request.param]
 

@@ -23,7 +23,7 @@ from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe, override_recipe
 from spes_mega.tools.plan.activations import LOSS_PART, activation_bytes
 from spes_mega.tools.plan.compute import flops_per_token
-from spes_mega.tools.plan.memory import rank_memory
+from spes_mega.tools.plan.memory import BESIDE_TORCH, TORCH, rank_memory
 from spes_mega.tools.plan.plan import Machines, make_plan
 from spes_mega.tools.plan.suggest import suggest
 from spes_mega.tools.plan.traffic import CONFIGURED, Links, merging_rounds, node_traffic, round_seconds, waited_seconds
@@ -396,6 +396,20 @@ def test_the_report_says_where_an_offloaded_optimizer_lies(device, where):
     offload = f"deepspeed.zero_optimization.offload_optimizer={{device: {device}, nvme_path: /nvme}}"
     text = run(str(CONFIGS / "2b.yaml"), "--set", offload, "--set", "train.zero_stage=3")
     assert f"{where} of a node for the optimizer that is offloaded: 7.66 GB" in text
+
+
+@pytest.mark.parametrize(("build", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_memory_of_a_process_on_the_cpu_is_that_of_the_build_of_torch_that_is_installed(monkeypatch, build, other):
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
+    arguments = (str(CONFIGS / "tiny.yaml"), "--device", "cpu", "--gpu-memory", "4GiB")
+    held = {one: TORCH[one] + BESIDE_TORCH[one] for one in (build, other)}
+    text = run(*arguments)
+    assert f"  {held[build] / 1e9:.2f} GB of a process: Python and libraries, with the {build.upper()} build" in text
+    assert f"({held[other] / 1e9:.2f} GB with {other.upper()})" in text
+    report = json.loads(run(*arguments, "--json"))
+    assert report["machines"]["torch"] == build
+    assert report["schemes"][0]["nodes"][0]["memory"]["runtime"] == held[build]
+    assert "Python and libraries" not in run(str(CONFIGS / "tiny.yaml"))
 
 
 def test_json_has_what_the_tables_have():

@@ -21,7 +21,7 @@ def test_the_benchmark_runs(tmp_path, method):
     assert figures["randn_numbers"] == (experts // 2 if method == "noise" else 0)
     assert figures["dd_s"] > 0
     assert figures["wall_s"] > 0
-    # torch alone takes about 230 MB; two matrices of 1.6 MB are worked on at a time
-    assert 150_000_000 < figures["peak_rss_bytes"] < 350_000_000
+    # two matrices of 1.6 MB are worked on at a time; the rest is code, of which a CUDA build of torch brings more
+    assert 1 < figures["peak_rss_bytes"] / figures["torch_rss_bytes"] < 1.5
     assert len(list((tmp_path / "dense-tiny-3").glob("*.safetensors"))) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["dense-tiny-3"]

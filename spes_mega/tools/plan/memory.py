@@ -27,13 +27,19 @@ from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.activations import BYTES, Activations, activation_bytes, largest_tensor
 
 Device = Literal["cuda", "cpu"]
+Build = Literal["cuda", "cpu"]
+"""Builds of torch. PyPI has the one with CUDA for Linux, which also machines without a GPU get by default."""
 FP32_BUCKET = 500_000_000
 """Elements that DeepSpeed's optimizer for bf16 weights with fp32 sums reduces at once (not configurable)."""
 PREFETCH_BUCKET = 50_000_000
 MAX_LIVE = 1_000_000_000
-RUNTIME = {"cuda": 1 << 30, "cpu": 385_000_000}
-"""What a process holds before there is a model. CUDA: the context, the libraries' workspaces, NCCL. CPU: Python, torch,
-Megatron-Core and DeepSpeed (measured: VmHWM of a node with a model of next to no parameters)."""
+GPU_RUNTIME = 1 << 30
+"""What a process holds on a GPU before there is a model: the CUDA context, the libraries' workspaces, NCCL."""
+TORCH: dict[Build, int] = {"cuda": 525_000_000, "cpu": 230_000_000}
+"""What it holds in RAM once torch is imported (VmHWM of Python with nothing else), on a machine without a GPU."""
+BESIDE_TORCH: dict[Build, int] = {"cuda": 240_000_000, "cpu": 155_000_000}
+"""What it holds besides: Megatron-Core, DeepSpeed, and what these use of torch (measured: VmHWM of a node with a model
+of next to no parameters)."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +94,31 @@ class Memory:
         return {**asdict(self), "phases": self.phases, "peak": self.peak}
 
 
-def rank_memory(recipe: Recipe, owned: int, ranks: int, device: Device) -> Memory:
-    """What each of `ranks` ranks needs that share a node on which `owned` experts a layer are trained."""
+def installed_build() -> Build:
+    """Return the build of the torch that is installed here."""
+    import torch
+
+    return "cpu" if torch.version.cuda is None else "cuda"
+
+
+def runtime_bytes(device: Device, build: Build) -> int:
+    """Return what a process holds of the memory of its device before there is a model."""
+    return GPU_RUNTIME if device == "cuda" else TORCH[build] + BESIDE_TORCH[build]
+
+
+def rank_memory(recipe: Recipe, owned: int, ranks: int, device: Device, build: Build = "cpu") -> Memory:
+    """What each of `ranks` ranks needs that share a node on which `owned` experts a layer are trained.
+
+    On the CPU the `build` of torch counts.
+    """
     counts = count_parameters(recipe.model)
     trained = counts.trainable(owned)
     states = _States(recipe, trained, counts.total - trained, ranks, device)
     kept = activation_bytes(recipe, owned, fused=device == "cuda")
-    return _with_phases(states, kept, device)
+    return _with_phases(states, kept, device, build)
 
 
-def _with_phases(states: "_States", kept: Activations, device: Device) -> Memory:
+def _with_phases(states: "_States", kept: Activations, device: Device, build: Build) -> Memory:
     buckets = states.buckets
     if device == "cpu":
         buckets = min(buckets, states.trained * BYTES[states.recipe.train.dtype])
@@ -115,7 +136,7 @@ def _with_phases(states: "_States", kept: Activations, device: Device) -> Memory
         layer=kept.layer,
         undivided=states.undivided,
         gathered=2 * 4 * largest_tensor(states.recipe.model),
-        runtime=RUNTIME[device],
+        runtime=runtime_bytes(device, build),
         host=states.host,
         device=device,
     )

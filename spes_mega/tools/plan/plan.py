@@ -2,7 +2,7 @@
 
 import io
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spes_mega.deepspeed_config import check_readable, deepspeed_config
@@ -12,7 +12,7 @@ from spes_mega.outer.ownership import Ownership, ownership_of
 from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.compute import Flops, flops_per_token, tokens_per_step
 from spes_mega.tools.plan.disk import Disk, planned_disk
-from spes_mega.tools.plan.memory import Device, Memory, rank_memory
+from spes_mega.tools.plan.memory import Build, Device, Memory, installed_build, rank_memory
 from spes_mega.tools.plan.traffic import (
     CODECS,
     CONFIGURED,
@@ -30,13 +30,17 @@ USABLE = 0.95
 
 @dataclass(frozen=True)
 class Machines:
-    """What the nodes are: `memory` bytes and `tflops` sustained are those of one GPU, links are in bits a second."""
+    """What the nodes are: `memory` bytes and `tflops` sustained are those of one GPU, links are in bits a second.
+
+    `torch` is the build of torch that they have.
+    """
 
     gpus: int
     memory: int
     links: Links
     tflops: float
     device: Device = "cuda"
+    torch: Build = field(default_factory=installed_build)
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ def _rounds(name: str, recipe: Recipe, ownership: Ownership, machines: Machines)
 
 
 def _group(recipe: Recipe, nodes: tuple[int, ...], owned: int, machines: Machines, ranks: int) -> NodeGroup:
-    memory = rank_memory(recipe, owned, ranks, machines.device)
+    memory = rank_memory(recipe, owned, ranks, machines.device, machines.torch)
     flops = flops_per_token(recipe, owned)
     seconds = flops.total * _tokens(recipe, machines) / (machines.gpus * machines.tflops * 1e12)
     trained = count_parameters(recipe.model).trainable(owned)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spes_mega.tools.plan.compute import tokens_per_step
+from spes_mega.tools.plan.memory import TORCH, Build, runtime_bytes
 from spes_mega.tools.plan.plan import Exchange, NodeGroup, Plan, Scheme
 from spes_mega.tools.plan.suggest import Suggestion
 from spes_mega.tools.plan.traffic import CODECS, CONFIGURED, merging_rounds, wire_text
@@ -39,6 +40,13 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{gigabytes(machines.memory)} each, {rate(machines.links.node)} (hub {rate(machines.links.hub)}), "
         f"{machines.tflops:g} TFLOP/s a {unit}"
     )
+    if machines.device == "cpu":
+        held = {build: gigabytes(runtime_bytes("cpu", build)) for build in TORCH}
+        other: Build = "cpu" if machines.torch == "cuda" else "cuda"
+        yield (
+            f"  {held[machines.torch]} of a process: Python and libraries, with the {machines.torch.upper()} build of torch "
+            f"as here ({held[other]} with {other.upper()})"
+        )
     train = recipe.train
     yield (
         f"  {train.dtype}, ZeRO-{train.zero_stage}, micro-batch {train.micro_batch_size} x {train.seq_len} tokens, "
