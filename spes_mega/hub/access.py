@@ -5,11 +5,13 @@ Imports neither torch nor gRPC: `spes-mega status` and `spes-mega launch` answer
 
 import ipaddress
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from spes_mega.errors import AccessError
-from spes_mega.hub.keys import CallerTls, read_caller
+from spes_mega.hub.address import host_port
+from spes_mega.hub.keys import CallerTls, read_caller, secrets_of
 from spes_mega.text_files import read_text
 
 TOKEN_VARIABLE = "SPES_MEGA_TOKEN"
@@ -35,7 +37,7 @@ def read_access(address: str, keys: Path | None, token_file: Path | None, insecu
         AccessError: `address`, keys or token cannot be used; or the hub is on another machine, there are no keys,
             and the caller did not say `insecure`.
     """
-    host, _ = _host_port(address, "--hub")
+    host, _ = host_port(address, "--hub")
     token = read_token(token_file) if token_file or keys is None else None
     if keys is not None:
         kept, tls = read_caller(keys)
@@ -68,10 +70,21 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
+def exposed(keys: Path | None, token_file: Path | None) -> list[str]:
+    """Warnings of secrets in files that others on this machine can read or write."""
+    files = [*(secrets_of(keys) if keys is not None else ()), *([token_file] if token_file is not None else ())]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in files if path.is_file()}
+    return [
+        f"warning: {path} is open to others on this machine (mode {mode:04o}): chmod 600 {path}"
+        for path, mode in modes.items()
+        if mode & 0o077
+    ]
+
+
 def check_listen(address: str, *, token: bool, encrypted: bool, insecure: bool = False) -> None:
     """Raises AccessError if other machines can reach `address`, and there is no token, or nobody said `insecure`
     where the line is not encrypted."""
-    if _is_loopback(_host_port(address, "--listen")[0]):
+    if _is_loopback(host_port(address, "--listen", 0)[0]):
         return
     open_to = f"--listen {address} can be reached by other machines"
     if not token:
@@ -81,13 +94,6 @@ def check_listen(address: str, *, token: bool, encrypted: bool, insecure: bool =
             f"{open_to}, and the line would not be encrypted: give --keys DIR (`spes-mega keys new` makes it), or say "
             "--insecure if a VPN or tunnels protect it"
         )
-
-
-def _host_port(address: str, option: str) -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
-        raise AccessError(f"{option} {address}: expected HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,7 +8,7 @@ from types import FrameType
 import click
 import torch
 
-from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, read_token
+from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, exposed, read_token
 from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
 from spes_mega.hub.drain import drain
@@ -16,6 +16,7 @@ from spes_mega.hub.guard import Guard
 from spes_mega.hub.keys import read_hub
 from spes_mega.hub.run import Run
 from spes_mega.hub.server import HubServer
+from spes_mega.layout.rope import llama3_factor
 from spes_mega.output import outlive_output
 from spes_mega.recipe import load_recipe
 from spes_mega.signals import handle
@@ -71,7 +72,10 @@ def command(
     reuse_blocks()
     torch.set_num_threads(1)  # of an operation on some rows; threads that wait for the next one would spin
     loaded = load_recipe(recipe, overrides)
+    llama3_factor(loaded.model)  # no node could run another variant
     shared = read_token(token_file) if token_file or keys is None else None
+    for warning in exposed(keys, token_file):
+        click.echo(warning, err=True)
     guard = Guard.of(read_hub(keys) if keys else None, shared, mutual_tls)
     check_listen(listen, token=bool(guard.callers), encrypted=guard.keys is not None, insecure=insecure)
     server = HubServer(loaded, listen, guard, console)

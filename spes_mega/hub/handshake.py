@@ -14,6 +14,8 @@ from spes_mega.hub.keys import CallerTls
 
 Connect = Callable[[], socket.socket]
 PROBE_S = 5.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""Of a client of HTTP/2, with empty settings (RFC 9113, 3.4)."""
 
 
 def check_handshake(address: str, tls: CallerTls | None) -> None:
@@ -50,9 +52,17 @@ def _greets(connect: Connect, host: str, address: str, tls: CallerTls) -> bool:
     except ssl.SSLCertVerificationError as e:
         raise HubRefusedError(f"hub at {address}: {_of_its_certificate(e, host, tls)}") from e
     except ssl.SSLError as e:
-        if e.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
+        wrong = e.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+        if wrong and _speaks_http2(connect):  # else it may be the error page of a proxy, while the hub is away
             raise HubRefusedError(f"hub at {address}: it does not speak TLS: start it with --keys DIR/hub") from e
         raise
+
+
+def _speaks_http2(connect: Connect) -> bool:
+    """Whether a server without TLS answers in HTTP/2, as a hub does: its first frame has the settings."""
+    with connect() as line:
+        line.sendall(_PREFACE)
+        return line.recv(9)[3:4] == b"\x04"
 
 
 def _context(tls: CallerTls) -> ssl.SSLContext:

@@ -56,6 +56,11 @@ def token_hash(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+def secrets_of(directory: Path) -> list[Path]:
+    """Files of a directory of keys, be they there or not, that nobody else may read."""
+    return [directory / name for name in (TOKEN, "hub.key", "node.key", "ca.key")]
+
+
 @system_errors(AccessError)
 def read_hub(directory: Path) -> HubKeys:
     """Raises AccessError naming the file that is missing, damaged or expired."""

@@ -293,6 +293,10 @@ class Run:
                 self.ledger.count_down(node, count)
         self.rounds.served(node, record.round)
 
+    def answer_drain(self) -> None:
+        """Tell who asked for it that the hub is alive."""
+        self._store.answer_drain()
+
     def drain_requested(self) -> bool:
         """Whether somebody asked this run's hub to end after the open round."""
         return self._store.drain_requested()

@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from spes_mega.errors import AccessError, SpesError, StoreError
+from spes_mega.hub.address import own_addresses
 from spes_mega.hub.admission import Admission
 from spes_mega.hub.connections import Connections, most_connections, raise_open_files
 from spes_mega.hub.console import Console
@@ -84,14 +85,17 @@ class HubServer:
     def _bind(self, listen: str) -> str:
         try:
             credentials = self._guard.credentials()
-            port = (
-                self._server.add_insecure_port(listen)
-                if credentials is None
-                else self._server.add_secure_port(listen, credentials)
-            )
+            host, _, port = listen.rpartition(":")
+            for own in own_addresses(listen):  # gRPC is content with one of those that a name has
+                address = f"{own.rpartition(':')[0]}:{port}"
+                port = str(
+                    self._server.add_insecure_port(address)
+                    if credentials is None
+                    else self._server.add_secure_port(address, credentials)
+                )
         except RuntimeError as e:
-            raise AccessError(f"--listen {listen}: cannot listen there: is the port in use?") from e
-        return f"{listen.rpartition(':')[0]}:{port}"
+            raise AccessError(f"--listen {listen}: cannot listen there: is the port in use? ({address})") from e
+        return f"{host}:{port}"
 
     def serve(self, run: Run) -> bool:
         """Close rounds until the run is finished (True) or `stop` is called (False).
@@ -168,6 +172,8 @@ class HubServer:
             text = f"draining: the hub ends when round {rounds.round + 1} is closed and nodes have fetched it"
             self._console.say("draining", text, round=rounds.round)
             notify("STOPPING=1", f"STATUS={text}")
+        while not self._ended.wait(WATCH_S):
+            self._run.answer_drain()
 
     def _tend(self) -> None:
         """End calls that take too long, and shut down connections that are too many."""

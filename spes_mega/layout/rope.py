@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, RecipeError
+from spes_mega.recipe import ModelSection
 
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -14,6 +15,24 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 """Variants that transformers computes from config.json alone, in the same way for every family, with what they need."""
 _LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
+
+_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-Core takes them to be; the same as in all published Llama 3 models."""
+
+
+def llama3_factor(model: ModelSection) -> float | None:
+    """Factor of the RoPE variant llama3; None for plain RoPE. Raises RecipeError naming a variant that cannot run."""
+    if model.rope_scaling is None:
+        return None
+    variant = dict(model.rope_scaling)
+    kind, factor = variant.pop("rope_type", variant.pop("type", None)), variant.pop("factor", None)
+    if kind != "llama3" or variant != _LLAMA3_CONSTANTS or not factor:
+        raise RecipeError(
+            f"model.rope_scaling: RoPE variant {kind!r} with {variant} cannot be run here, only plain RoPE, and llama3 "
+            f"with {_LLAMA3_CONSTANTS} and any factor. Converting and upcycling carry it through unchanged; remove "
+            "rope_scaling if the model is to run with plain RoPE"
+        )
+    return float(factor)
 
 
 def read_rope(raw: dict[str, Any], default_theta: Any, head_dim: int) -> tuple[float, dict[str, Any] | None]:

@@ -9,11 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spes_mega.errors import RecipeError
 from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.rope import llama3_factor
 from spes_mega.model.cpu_support import without_expected_warnings
 from spes_mega.recipe import ModelSection, Recipe, TrainSection
-
-_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core takes them to be; the same as in all published Llama 3 models."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,17 +61,8 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
 def rope_settings(model: ModelSection) -> dict[str, Any]:
     """What GPTModel takes for the model's rotary embedding. Raises RecipeError, naming a variant it has not."""
     rope = {"position_embedding_type": "rope", "rotary_base": model.rope_theta}
-    if model.rope_scaling is None:
-        return rope
-    variant = dict(model.rope_scaling)
-    kind, factor = variant.pop("rope_type", variant.pop("type", None)), variant.pop("factor", None)
-    if kind != "llama3" or variant != _LLAMA3_CONSTANTS or not factor:
-        raise RecipeError(
-            f"model.rope_scaling: RoPE variant {kind!r} with {variant} cannot be run here, only plain RoPE, and llama3 "
-            f"with {_LLAMA3_CONSTANTS} and any factor. Converting and upcycling carry it through unchanged; remove "
-            "rope_scaling if the model is to run with plain RoPE"
-        )
-    return rope | {"rope_scaling": True, "rope_scaling_factor": factor}
+    factor = llama3_factor(model)
+    return rope if factor is None else rope | {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def _shape(model: ModelSection) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from spes_mega.hub.access import exposed
 from spes_mega.node.checks import check_node, training_data
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.supervision import NodeProcesses
@@ -72,6 +73,8 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
     training_data(recipe)
     if node.hub is not None:
         node.access()
+        for warning in exposed(node.keys, node.token_file):
+            click.echo(warning, err=True)
     processes = NodeProcesses(launcher_arguments(node, ranks, port or free_port()), _environment())
     handle(STOP_SIGNALS, processes.stop)
     code, lines = processes.wait()

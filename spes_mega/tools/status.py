@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from spes_mega.hub.access import TOKEN_VARIABLE, read_access
+from spes_mega.hub.access import TOKEN_VARIABLE, exposed, read_access
 from spes_mega.hub.status import read_status
 from spes_mega.outer.ownership import ranges
 
@@ -23,7 +23,10 @@ def command(
     address: str, keys: Path | None, token_file: Path | None, insecure: bool, timeout: float, as_json: bool
 ) -> None:
     """Show the round, the nodes, merges, and pushes that were refused and why."""
-    status = read_status(address, read_access(address, keys, token_file, insecure), timeout)
+    access = read_access(address, keys, token_file, insecure)
+    for warning in exposed(keys, token_file):
+        click.echo(warning, err=True)
+    status = read_status(address, access, timeout)
     click.echo(json.dumps(status) if as_json else "\n".join(describe(status)))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hub.keyring import make_keys
 from spes_mega.errors import AccessError
-from spes_mega.hub.access import check_listen, read_access, read_token
+from spes_mega.hub.access import check_listen, exposed, read_access, read_token
 from spes_mega.hub.keys import read_caller, read_hub, token_hash
 
 
@@ -34,7 +34,7 @@ def test_what_is_no_token_is_refused(tmp_path, content):
         read_token(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:7070", "[::1]:7070", "127.8.0.1:1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:7070", "localhost:7070", "[::1]:7070", "127.8.0.1:1"])
 def test_loopback_needs_neither_token_nor_tls(address):
     check_listen(address, token=False, encrypted=False)
     assert read_access(address, None, None, insecure=False).tls is None
@@ -61,7 +61,36 @@ def test_a_node_sends_nothing_in_the_clear_to_another_machine_unless_told_to(add
     assert read_access(address, keys, None, insecure=False).tls is not None
 
 
-@pytest.mark.parametrize("address", ["7070", "host:", "host:port", "host:70000"])
+NO_ADDRESSES = [
+    "7070",
+    "host:",
+    "host:port",
+    "host:70000",
+    "host:-1",
+    "host:٣",
+    ":7070",
+    "http://host:7070",
+    "grpc://host:7070",
+    "dns:///host:7070",
+    "unix:/run/hub:1",
+    "host:7070/path",
+    "::1:7099",
+    "2001:db8::1:7070",
+    "[::1:7070",
+    "[host]:7070",
+    "[1.2.3.4]:7070",
+    "256.1.1.1:70",
+    "127.1:70",
+    "my host:7070",
+    "user@host:7070",
+    "-host:7070",
+    "höst:7070",
+    "a..b:7070",
+    "x" * 64 + ":7070",
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(address, tmp_path):
     with pytest.raises(AccessError, match=r"--listen .*expected HOST:PORT"):
         check_listen(address, token=True, encrypted=True)
@@ -128,3 +157,34 @@ def test_a_key_of_another_certificate_and_an_expired_certificate_are_named(tmp_p
         read_caller(old / "node-1")
     with pytest.raises(AccessError, match=r"hub/hub.pem: expired on .*: `spes-mega keys hub` makes a new one"):
         read_hub(old / "hub")
+
+
+def test_a_caller_does_not_call_port_0_and_a_hub_may_listen_on_it():
+    with pytest.raises(AccessError, match="a number from 1 to 65535"):
+        read_access("127.0.0.1:0", None, None, insecure=False)
+    check_listen("127.0.0.1:0", token=False, encrypted=False)
+
+
+@pytest.mark.parametrize(
+    "address", ["a.example:1", "a.example.:1", "node_1-x:65535", "[2001:db8::1]:7070", "10.0.0.1:7"]
+)
+def test_what_is_an_address_is_taken(address):
+    assert read_access(address, None, None, insecure=True).tls is None
+
+
+def test_files_with_secrets_that_others_can_read_are_named_with_their_mode(tmp_path):
+    keys = make_keys(tmp_path / "keys")
+    for directory in ("hub", "node-0", "watch", "ca"):
+        assert exposed(keys / directory, None) == []
+    (keys / "node-0/token").chmod(0o644)
+    (keys / "node-0/node.key").chmod(0o640)
+    token = tmp_path / "token"
+    token.write_text("shared")
+    token.chmod(0o604)
+    warnings = exposed(keys / "node-0", token)
+    assert [warning.partition(" is open to others on this machine ")[0] for warning in warnings] == [
+        f"warning: {path}" for path in (keys / "node-0/token", keys / "node-0/node.key", token)
+    ]
+    assert ["(mode 0644)" in warnings[0], "(mode 0640)" in warnings[1], "(mode 0604)" in warnings[2]] == [True] * 3
+    (keys / "hub/hub.key").chmod(0o666)
+    assert "hub.key is open to others on this machine (mode 0666): chmod 600" in exposed(keys / "hub", None)[0]

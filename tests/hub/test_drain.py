@@ -16,7 +16,8 @@ from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull
 from hub.keyring import make_keys
 from hub.process import HubProcess, free_port
 from hub.test_hub import moved, until
-from spes_mega.errors import StoreError
+from spes_mega.errors import DeadlineError, StoreError
+from spes_mega.hub import drain as drain_module
 from spes_mega.hub.access import read_access
 from spes_mega.hub.client import HubClient
 from spes_mega.hub.drain import drain
@@ -178,6 +179,31 @@ def test_an_upgrade_as_an_operator_does_it(tmp_path):
     finally:
         for process in (hub.process, drained):
             process.kill()
+
+
+def test_who_asks_a_hub_that_is_stopped_is_told_and_the_request_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(drain_module, "SILENT_S", 2.0)
+    hub = HubProcess(tmp_path, raw_recipe())
+    client = hub.client(0)
+    client.join()  # whose round the drain waits for
+    hub.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError, match=r"has not reacted for 2 s.*remove .*state/drain to take it back"):
+            drain(tmp_path / "state")
+        asked = []
+        asking = threading.Thread(target=lambda: asked.append(drain(tmp_path / "state")), daemon=True)
+        hub.process.send_signal(signal.SIGCONT)
+        hub.read_until("draining: ")
+        asking.start()
+        asking.join(5)  # longer than a hub may be silent
+        assert asking.is_alive()
+        client.leave()
+        asking.join(60)
+        assert asked == [True]
+        assert hub.end() == 0
+    finally:
+        hub.process.kill()
+        client.close()
 
 
 def test_sigusr1_asks_for_the_same(tmp_path):

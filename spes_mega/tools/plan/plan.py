@@ -8,6 +8,7 @@ from typing import Any
 from spes_mega.deepspeed_config import check_readable, deepspeed_config
 from spes_mega.hub.sizes import RoundBytes
 from spes_mega.layout.counts import ParameterCounts, count_parameters
+from spes_mega.layout.rope import llama3_factor
 from spes_mega.outer.ownership import Ownership, ownership_of
 from spes_mega.recipe import Recipe
 from spes_mega.tools.plan.compute import Flops, flops_per_token, tokens_per_step
@@ -175,10 +176,7 @@ def _check_as_a_node(recipe: Recipe, ranks: int) -> None:
     if recipe.deepspeed:
         with redirect_stdout(io.StringIO()):  # DeepSpeed logs to it, of which --json has to be free
             check_readable(config)
-    if recipe.model.rope_scaling is not None:
-        from spes_mega.model.config import rope_settings
-
-        rope_settings(recipe.model)
+    llama3_factor(recipe.model)
 
 
 def _ownership(recipe: Recipe) -> Ownership:

@@ -1,0 +1,74 @@
+"""Addresses on command lines: HOST:PORT, and nothing that would be found out only when it does not answer."""
+
+import ipaddress
+import re
+import socket
+
+from spes_mega.errors import AccessError
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+
+def host_port(address: str, option: str, lowest_port: int = 1) -> tuple[str, int]:
+    """Host, an IPv6 address without its brackets, and port.
+
+    Raises:
+        AccessError: it is none; the message names the option and says what is wrong.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not re.fullmatch(r"[0-9]{1,5}", port) or not lowest_port <= int(port) <= 65535:
+        raise _refusal(address, option, f"the port is a number from {lowest_port} to 65535")
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            ipaddress.IPv6Address(host[1:-1])
+        except ValueError as e:
+            raise _refusal(address, option, f"{host} is no IPv6 address") from e
+        return host[1:-1], int(port)
+    if "/" in address:
+        raise _refusal(address, option, "without a scheme (http://) or a path")
+    if ":" in host:
+        raise _refusal(address, option, "an IPv6 address stands in brackets, as in [::1]:7070")
+    if not _is_name_or_ipv4(host):
+        raise _refusal(address, option, f"{host!r} is neither a name nor an IPv4 address")
+    return host, int(port)
+
+
+def _refusal(address: str, option: str, reason: str) -> AccessError:
+    return AccessError(f"{option} {address}: expected HOST:PORT: {reason}")
+
+
+def _is_name_or_ipv4(host: str) -> bool:
+    labels = host.removesuffix(".").split(".")
+    if labels[-1].isdecimal() or labels[-1].lower().startswith("0x"):  # no name ends so: an IPv4 address is meant
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            return False
+        return True
+    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+
+
+def own_addresses(listen: str) -> list[str]:
+    """All addresses of this machine, as HOST:PORT, that `listen` names.
+
+    Raises:
+        AccessError: its host is not this machine.
+    """
+    host, port = host_port(listen, "--listen", 0)
+    try:
+        found = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError as e:
+        raise AccessError(f"--listen {listen}: {host} cannot be resolved: {e.strerror or e}") from e
+    own = [str(ip) for ip in dict.fromkeys(found) if _is_own(str(ip))]
+    if not own:
+        raise AccessError(f"--listen {listen}: {', '.join(map(str, found))} is no address of this machine")
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in own]
+
+
+def _is_own(ip: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
+            probe.bind((ip, 0))
+    except OSError:
+        return False
+    return True
