@@ -44,8 +44,8 @@ def _head(plan: Plan) -> Iterator[str]:
         held = {build: gigabytes(runtime_bytes("cpu", build)) for build in TORCH}
         other: Build = "cpu" if machines.torch == "cuda" else "cuda"
         yield (
-            f"  {held[machines.torch]} of a process: Python and libraries, with the {machines.torch.upper()} build of torch "
-            f"as here ({held[other]} with {other.upper()})"
+            f"  {held[machines.torch]} of a process: Python and libraries, with the {machines.torch.upper()} build of "
+            f"torch as here ({held[other]} with {other.upper()})"
         )
     train = recipe.train
     yield (
