@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import SpesError, system_errors
+from spes_mega.git_lfs import refuse_pointer_bytes
 
 MAX_BYTES = 64 << 20
 """Far above any config.json, and below what would fill the memory."""
@@ -18,12 +19,13 @@ def read_text(path: Path, error: type[SpesError], what: str = "file", max_bytes:
     A pipe that nobody writes to is empty, and a device ends at `max_bytes`: nothing is waited for without end.
 
     Raises:
-        error: it cannot be read, is larger than `max_bytes`, or is not UTF-8; the line is named.
+        error: it cannot be read, is larger than `max_bytes`, is a Git LFS pointer, or is not UTF-8; the line is named.
     """
     with system_errors(error, path, f"cannot read the {what}"):
         raw = _read_bounded(path, max_bytes)
     if len(raw) > max_bytes:
         raise error(f"{path}: over {max_bytes >> 20} MiB, too large for a {what}")
+    refuse_pointer_bytes(raw, path, error)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"recipe", "validation", "errors", "output", "quoting", "signals", "text_files", "strict_yaml", ""}
+GROUND = {"recipe", "validation", "errors", "output", "quoting", "signals", "git_lfs", "text_files", "strict_yaml", ""}
 ALLOWED = {
     "layout": GROUND,
     "outer": set(),

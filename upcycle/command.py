@@ -19,7 +19,7 @@ from upcycle.calibration import Calibration, calibrate
 from upcycle.pipeline import upcycle
 from upcycle.plan import Plan, make_plan
 from upcycle.sources import Sources, open_sources
-from upcycle.verify import Verification, verify
+from upcycle.verify import Verification, check_can_verify, verify
 
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -85,12 +85,17 @@ def command(
         plan = make_plan(sources, settings)
         if base and (wrong := differences(base.model, plan.model)):
             raise RecipeError(f"{recipe}: its model does not fit the result: {'; '.join(wrong)}")
+        if verifying:
+            check_can_verify(plan)
         report = {"source": [str(path) for path in src], "out": str(out), "dry_run": dry_run, **plan.summary()}
+        notes = [line for line in (source.left_out_line() for source in sources.all) if line]
+        report["notes"] = notes
         found = None
         if dry_run:
             report["tensors"] = plan.tensors()
         else:
-            report["seconds"] = _make(sources, out, plan, calibration)
+            report["seconds"], note = _make(sources, out, plan, calibration)
+            notes += [note] if note else []
             found = _verified(sources, out, plan) if verifying else None
     if found:
         report["verification"] = asdict(found) | {"max_difference": found.max_difference}
@@ -109,15 +114,15 @@ def _default_out(src: Path) -> Path:
     return Path((re.sub(r"\.\w+$", "", name) if src.is_file() else name) + "-moe")
 
 
-def _make(sources: Sources, out: Path, plan: Plan, calibration: Path | None) -> float:
-    """Returns the seconds that it took."""
+def _make(sources: Sources, out: Path, plan: Plan, calibration: Path | None) -> tuple[float, str | None]:
+    """Returns the seconds that it took, and what `upcycle` says."""
     started = time.monotonic()
     CheckpointWriter(out, plan.model, plan.dtypes.__getitem__)  # says at once whether `out` is taken or has no room
     with sigterm_interrupts():
         calibrated = _calibrated(sources, plan, calibration) if calibration else None
         with byte_progress("upcycle", plan.bytes_out) as advance:
-            upcycle(sources, out, plan, calibrated, advance)
-    return round(time.monotonic() - started, 2)
+            note = upcycle(sources, out, plan, calibrated, advance)
+    return round(time.monotonic() - started, 2), note
 
 
 def _calibrated(sources: Sources, plan: Plan, prefix: Path) -> Calibration:
@@ -143,6 +148,7 @@ def _lines(report: dict[str, Any], plan: Plan, found: Verification | None) -> It
     yield f"{report['bytes']:,} bytes ({', '.join(report['dtypes'])}) in {report['out']}" + (
         ": not written (--dry-run)" if report["dry_run"] else f", written in {report['seconds']:g} s"
     )
+    yield from report["notes"]
     if found:
         yield from _difference_table(found)
 

@@ -31,12 +31,15 @@ def upcycle(
     plan: Plan,
     calibration: Calibration | None = None,
     advance: Advance = lambda count: None,
-) -> None:
+) -> str | None:
     """Write the Mixture-of-Experts that `plan` describes as the new directory `out`.
 
     Args:
         calibration: for router_init kmeans, what `calibrate` found.
         advance: called with the number of bytes just written.
+
+    Returns:
+        What a user should know about the tokenizer of the result, if anything.
 
     Raises:
         CheckpointError: a source can't be read or isn't finite, or `out` can't be written. Nothing is left then.
@@ -66,6 +69,7 @@ def upcycle(
         writer.set_metadata(metadata(plan, digests))
         writer.write_text("upcycle.json", provenance(sources, plan, digests, calibration))
         writer.write_text("recipe.yaml", starting_recipe(plan))
+    return writer.tokenizer_note
 
 
 class _Steps:

@@ -18,7 +18,7 @@ def rotations(model: ModelSection, length: int) -> tuple[torch.Tensor, torch.Ten
     """Cosines and sines for positions 0 .. length-1: fp32 [length, D] each, times the variant's attention factor.
 
     Raises:
-        CheckpointError: a variant that is not known, or a key that its description lacks.
+        CheckpointError: a variant that is not known, a key that its description lacks, or numbers that lead nowhere.
     """
     scaling = model.rope_scaling or {}
     kind = scaling.get("rope_type", "default")
@@ -29,6 +29,8 @@ def rotations(model: ModelSection, length: int) -> tuple[torch.Tensor, torch.Ten
         frequencies, factor = _VARIANTS[kind](model, scaling, plain, length)
     except KeyError as e:
         raise CheckpointError(f"config.json: the RoPE variant {kind} needs the key {e}") from e
+    except (ArithmeticError, ValueError) as e:
+        raise CheckpointError(f"config.json: the RoPE variant {kind} cannot be computed from its numbers: {e}") from e
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos() * factor, angles.sin() * factor
 

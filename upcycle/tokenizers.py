@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import CheckpointError
+from spes_mega.layout.tokenizer_files import VOCABULARIES, files_of
 from spes_mega.text_files import read_json
 
 # What turns text into ids; chat templates, padding and the like may differ between fine-tuned checkpoints.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 _JSON = "tokenizer.json"
-_BINARY = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_TEXT = ("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
 def tokenizer_difference(first: Path, other: Path) -> str | None:
@@ -18,7 +17,8 @@ def tokenizer_difference(first: Path, other: Path) -> str | None:
     if (first / _JSON).is_file() and (other / _JSON).is_file():
         a, b = _parsed(first / _JSON), _parsed(other / _JSON)
         return next((f"{_JSON} ({part})" for part in _PARTS if a.get(part) != b.get(part)), None)
-    for name in (_JSON, *_BINARY, *_TEXT):
+    names = {name for folder in (first, other) for name in files_of(folder, (*VOCABULARIES, "added_tokens.json"))}
+    for name in sorted(names, key=lambda name: (name != _JSON, name)):
         here, there = (first / name).is_file(), (other / name).is_file()
         if here != there:
             return f"{name} (missing in {(first if there else other).name})"

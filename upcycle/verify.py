@@ -13,8 +13,10 @@ import torch
 from spes_mega.errors import VerificationError
 from spes_mega.layout import Checkpoint, differences, expert_of, generator, open_checkpoint
 from spes_mega.layout.optional_parts import optional_part
+from spes_mega.recipe import ModelSection
 from upcycle.plan import Plan
 from upcycle.reference import Reference
+from upcycle.rope import rotations
 from upcycle.sources import Sources
 
 TOLERANCE = 1e-4
@@ -76,6 +78,12 @@ class Verification:
         return max(layer.output for layer in self.layers)
 
 
+def check_can_verify(plan: Plan) -> None:
+    """Say before anything is written what `verify` could not run. Raises CheckpointError."""
+    for model in (plan.source, plan.model):
+        rotations(model, _sequence_length(model))
+
+
 @torch.inference_mode()
 def verify(
     sources: Sources, out: Path, plan: Plan, advance: Callable[[int], None] = lambda count: None
@@ -132,8 +140,12 @@ def _compare_layer(sources: Sources, result: Checkpoint, plan: Plan, layer: int)
 
 def hidden_states(plan: Plan, layer: int) -> torch.Tensor:
     """Random states, [2, S, H], with mean square 1: about the size of a residual stream in the middle of a model."""
-    shape = (_SEQUENCES, min(_LENGTH, plan.model.max_seq_len), plan.model.hidden_size)
+    shape = (_SEQUENCES, _sequence_length(plan.model), plan.model.hidden_size)
     return torch.randn(shape, generator=generator(plan.settings.seed, f"verify/{layer}"))
+
+
+def _sequence_length(model: ModelSection) -> int:
+    return min(_LENGTH, model.max_seq_len)
 
 
 def _run_experts(

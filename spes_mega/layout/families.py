@@ -8,8 +8,8 @@ from spes_mega.layout.family import Family
 
 REQUIRED = object()
 
-# Buffers that old checkpoints carry although they follow from config.json alone.
-DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|.*\.self_attn\.rotary_emb\.inv_freq")
+# Buffers that old checkpoints carry although they follow from config.json alone; transformers leaves them out too.
+DERIVED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 
 # head_dim None: hidden_size / num_attention_heads, as transformers computes it where the key is left out.
 _DEFAULTS = {"head_dim": None, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}

@@ -27,6 +27,7 @@ class Checkpoint:
         config: config.json as it stands.
         source: the path that was opened.
         names: canonical names in canonical order; a tied model has no output head.
+        left_out: tensors of the files that are not read, because they follow from config.json.
     """
 
     def __init__(self, source: Path, config: dict[str, Any], model: ModelSection, files: list[TensorFile]) -> None:
@@ -38,6 +39,7 @@ class Checkpoint:
         shapes = expected_tensors(model)
         to_disk = FAMILIES[model.family].to_disk
         found = _tensors_of(files)
+        self.left_out = tuple(sorted(name for file in files for name in file.tensors if DERIVED.fullmatch(name)))
         head = found.pop(OUTPUT_HEAD, None) if model.tie_embeddings else None
         _check_names(source, {to_disk(name) for name in shapes}, set(found))
         self._places = {name: (found[to_disk(name)], to_disk(name)) for name in shapes}
@@ -65,6 +67,12 @@ class Checkpoint:
         if not 0 <= start <= stop <= file.tensors[key].shape[0]:
             raise ValueError(f"{name} has no rows {start}..{stop} (shape {file.tensors[key].shape})")
         return file.read_rows(key, start, stop)
+
+    def left_out_line(self) -> str | None:
+        """What to tell about `left_out`; None if there is nothing to tell."""
+        if not self.left_out:
+            return None
+        return f"left out {len(self.left_out)} buffers that follow from config.json, such as {self.left_out[0]}"
 
     def close(self) -> None:
         for file in self._files:

@@ -9,11 +9,12 @@ from spes_mega.recipe import ModelSection
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": (),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Variants that transformers computes from config.json alone, in the same way for every family, with what they need."""
+_WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 _LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
 
 _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -49,12 +50,21 @@ def read_rope(raw: dict[str, Any], default_theta: Any, head_dim: int) -> tuple[f
     thetas = [_positive("rope_theta", theta) for theta in given if theta is not None]
     if any(theta != thetas[0] for theta in thetas):
         raise CheckpointError(f"config.json: rope_theta is given as {' and as '.join(map(str, thetas))}")
+    for rope in (new, old):
+        _fill_original_length(rope, raw)
     variants = [v for v in (_variant(rope, head_dim) for rope in (new, old)) if v is not None]
     if len(variants) == 2 and variants[0] != variants[1]:
         raise CheckpointError("config.json: rope_parameters and rope_scaling contradict each other")
     if not thetas and default_theta is None:
         raise CheckpointError("config.json: the key 'rope_theta' is missing")
     return float(thetas[0] if thetas else default_theta), variants[0] if variants else None
+
+
+def _fill_original_length(rope: dict[str, Any], raw: dict[str, Any]) -> None:
+    """As transformers does it for these families, where the same key beside `rope` does not count."""
+    key = "original_max_position_embeddings"
+    if rope.get("rope_type", rope.get("type")) in _WITH_ORIGINAL_LENGTH and rope.get(key) is None:
+        rope[key] = raw.get("max_position_embeddings")
 
 
 def _variant(rope: dict[str, Any], head_dim: int) -> dict[str, Any] | None:

@@ -38,15 +38,25 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
+_BY_PRECEDENCE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Which of a directory's files transformers takes: the first that is there."""
+
+
 def _files_of_directory(src: Path) -> tuple[list[Path], dict[str, str] | None]:
-    for index, single in (
-        ("model.safetensors.index.json", "model.safetensors"),
-        ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-    ):
-        if (src / index).is_file():
-            return _files_of_index(src / index)
-        if (src / single).is_file():
-            return [src / single], None
+    beside = src / "config.json"
+    named = read_config(beside).get("transformers_weights") if beside.is_file() else None
+    if named is not None and (not isinstance(named, str) or Path(named).name != named):
+        raise CheckpointError(f"{src}: config.json: transformers_weights is {named!r}; a file name was expected")
+    for name in (named,) if named is not None else _BY_PRECEDENCE:
+        if (src / name).is_file():
+            return _files_of_index(src / name) if name.endswith(".index.json") else ([src / name], None)
+    if named is not None:
+        raise CheckpointError(f"{src / named}: missing; config.json names it as transformers_weights")
     found = sorted(src.glob("*.safetensors"))
     if len(found) != 1:
         shown = ", ".join(path.name for path in found[:3])

@@ -4,18 +4,17 @@ Only names, shapes and places are held in memory. The old torch format (before 1
 exception: it can't be read in parts, so such a file is loaded as a whole.
 """
 
-import argparse
-import io
 import os
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from spes_mega.errors import CheckpointError
+from spes_mega.git_lfs import refuse_pointer
 from spes_mega.layout.safetensors_format import LENGTH_BYTES, byte_count, header_length, parse_header
 from spes_mega.layout.tensor_bytes import read_tensor
+from spes_mega.layout.torch_archive import ZIP_MAGIC, TorchArchive, load_weights
 
 _NESTED_UNDER = ("state_dict", "model", "module")
 
@@ -39,6 +38,7 @@ class TensorFile(Protocol):
 
 def open_tensor_file(path: Path) -> TensorFile:
     """Open by suffix: .safetensors, or else a torch pickle. Raises CheckpointError."""
+    refuse_pointer(path, CheckpointError)
     try:
         return SafetensorsFile(path) if path.suffix == ".safetensors" else _open_torch(path)
     except OSError as e:
@@ -77,27 +77,29 @@ class SafetensorsFile:
 
 
 class TorchZipFile:
-    """A torch.save file, of which the pickle is read through weights_only and tensors from their place in the zip."""
+    """A torch.save file, of which tensors are read from their place in the zip archive."""
 
-    def __init__(self, path: Path, state: dict[str, torch.Tensor]) -> None:
-        """`state` holds fake tensors: shape, strides and, on their storages, the offset in the file."""
-        self.path = path
-        self._state = state
-        self._fd = os.open(path, os.O_RDONLY)
-        self.tensors = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    def __init__(self, archive: TorchArchive) -> None:
+        """Takes over `archive`. Raises CheckpointError naming what it holds besides tensors, or a damaged one."""
+        self.path = archive.path
+        self._archive = archive
+        state = state_dict_in(self.path, archive.load())
+        self._stored = {name: archive.stored(name, fake) for name, fake in state.items()}
+        self.tensors = {name: TensorInfo(fake.dtype, tuple(fake.shape)) for name, fake in state.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        fake, source = self._state[name], f"{self.path}: {name}"
-        storage: Any = fake.untyped_storage()
+        stored, source = self._stored[name], f"{self.path}: {name}"
+        fake, fd = stored.fake, self._archive.fd
         if fake.is_contiguous():
-            offset = storage._checkpoint_offset + fake.storage_offset() * fake.dtype.itemsize
-            return _read_rows(self._fd, offset, self.tensors[name], start, stop, source)
-        count = storage.nbytes() // fake.dtype.itemsize
-        whole = read_tensor(self._fd, storage._checkpoint_offset, fake.dtype, (count,), source)
-        return whole.as_strided(fake.shape, fake.stride(), fake.storage_offset())[start:stop].contiguous()
+            offset = stored.start + int(fake.storage_offset()) * fake.dtype.itemsize
+            rows = _read_rows(fd, offset, self.tensors[name], start, stop, source)
+        else:
+            whole = read_tensor(fd, stored.start, fake.dtype, (stored.values,), source)
+            rows = whole.as_strided(fake.shape, fake.stride(), fake.storage_offset())[start:stop].contiguous()
+        return rows.neg() if fake.is_neg() else rows
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._archive.close()
 
 
 class LoadedFile:
@@ -109,7 +111,8 @@ class LoadedFile:
         self.tensors = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._state[name][start:stop].clone(memory_format=torch.contiguous_format)
+        rows = self._state[name][start:stop]
+        return rows.resolve_neg().clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         self._state = {}
@@ -121,32 +124,20 @@ def _read_rows(fd: int, offset: int, info: TensorInfo, start: int, stop: int, so
 
 
 def _open_torch(path: Path) -> TensorFile:
-    if not zipfile.is_zipfile(path):
-        return LoadedFile(path, state_dict_in(path, _load(path)))
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import, and few runs need it
+    with path.open("rb") as file:
+        is_archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    if not is_archive:
+        return LoadedFile(path, state_dict_in(path, load_weights(path, path)))
+    archive = TorchArchive(path)
+    try:
+        return TorchZipFile(archive)
+    except BaseException:
+        archive.close()
+        raise
 
-    with FakeTensorMode():
-        loaded = _load(path)
-    return TorchZipFile(path, state_dict_in(path, loaded))
 
-
-# What Megatron-LM leaves beside the tensors: its arguments, and Transformer Engine's state. Neither can run code.
-_HARMLESS: list[Any] = [argparse.Namespace, io.BytesIO]
 # What Transformer Engine keeps of its own under the names of modules; not weights.
 _NO_WEIGHTS = "_extra_state"
-
-
-def _load(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # torch.load raises whatever the damage leads to
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise CheckpointError(
-            f"{path}: cannot be loaded with weights_only (damaged, or it holds more than tensors): {reason}"
-        ) from e
 
 
 def state_dict_in(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
@@ -160,6 +151,7 @@ def state_dict_in(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{path}: {name}: a tensor was expected, found {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_quantized or not tensor.dim():
-            raise CheckpointError(f"{path}: {name}: a plain dense tensor with at least one axis was expected")
+        plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+        if not plain or tensor.is_complex() or not tensor.dim() or tensor.device.type != "cpu":
+            raise CheckpointError(f"{path}: {name}: a plain dense tensor of real numbers with an axis was expected")
     return {name: tensor.detach() for name, tensor in loaded.items()}

@@ -21,28 +21,13 @@ from spes_mega.layout.families import FAMILIES
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.safetensors_format import byte_count, pack_header
 from spes_mega.layout.tensor_bytes import bytes_of, write_error, write_tensor
+from spes_mega.layout.tokenizer_files import copy_files, settle_tokenizer
 from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30
 _CAST_AT_ONCE = 1 << 20
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-"""Files beside the weights that belong to the model: its tokenizer and how to generate with it."""
-
+_OF_FILE_SYSTEM = "lost+found"  # in the root of an otherwise empty disk
 DtypeOf = torch.dtype | Callable[[str], torch.dtype]
 
 
@@ -55,6 +40,12 @@ class _Place(NamedTuple):
 
 class CheckpointWriter:
     """A context manager that fills a checkpoint under a temporary name beside `out` and renames it at the end.
+
+    An empty directory that is there already may be one that cannot be replaced, such as a mounted volume: then the
+    checkpoint is filled inside of it, and its files are moved up at the end, config.json last.
+
+    Attributes:
+        tokenizer_note: what a user should know about the tokenizer of the result; None if nothing.
 
     Leaving the `with` block normally checks that every tensor was filled, writes config.json and the index,
     and commits; leaving it by an exception removes everything. Writes of different rows may come from several
@@ -82,7 +73,8 @@ class CheckpointWriter:
             out: the directory to make; it may exist if it is empty.
             dtype: of all tensors at rest, or of each by its canonical name.
             base_config: config.json of the model this one comes from (see `make_config`).
-            copy_from: a directory whose tokenizer and generation files are copied along.
+            copy_from: a directory whose tokenizer and generation files are copied along; the tokenizer only if
+                transformers reads it alike from both (see `settle_tokenizer`).
             metadata: for the header of each safetensors file.
             max_shard_bytes: a shard takes at most these, except for a single larger tensor.
             fsync: make the result durable before it gets its name.
@@ -102,6 +94,9 @@ class CheckpointWriter:
         self._config = make_config(model, base_config, self._main_dtype())
         self._to_disk = FAMILIES[model.family].to_disk
         self._copy_from = copy_from
+        self._changes_family = base_config is not None and base_config.get("model_type") != self._config["model_type"]
+        self.tokenizer_note: str | None = None
+        self._inside = self._out.is_dir()
         self._metadata = {"format": "pt", **(metadata or {})}
         self._fsync = fsync
         self._write_behind = None if cached else WriteBehind(drop=True)
@@ -147,7 +142,9 @@ class CheckpointWriter:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def __enter__(self) -> Self:
-        self._partial = self._out.parent / f".{self._out.name}.partial-{secrets.token_hex(4)}"
+        self._partial = (
+            self._out if self._inside else self._out.parent
+        ) / f".{self._out.name}.partial-{secrets.token_hex(4)}"
         try:
             self._partial.mkdir(parents=True)
             for file, names in self._shards.items():
@@ -249,11 +246,13 @@ class CheckpointWriter:
         return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
     def _check_room(self, needed: int) -> None:
-        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+        if self._inside:
+            if found := [path.name for path in self._out.iterdir() if path.name != _OF_FILE_SYSTEM]:
+                raise CheckpointError(f"{self._out}: exists already, with {found[0]} in it: choose another name")
+        elif self._out.exists():
             raise CheckpointError(f"{self._out}: exists already: remove it, or choose another name")
-        if self._out.resolve() == Path.cwd():
-            raise CheckpointError(f"{self._out}: is the current folder, which cannot be replaced: choose a name in it")
-        existing = next(parent for parent in self._out.resolve().parents if parent.exists())
+        folder = self._out.resolve()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free + sum(spare.stat().st_size for spare in self._spares.values())
         if free < needed:
             raise NoSpaceError(f"{self._out}: needs {needed:,} bytes of disk space, {free:,} are free")
@@ -284,18 +283,32 @@ class CheckpointWriter:
         if self._fsync:
             for fd in self._fds:
                 os.fsync(fd)
-            for path in (*self._partial.iterdir(), self._partial):
+            for path in (*self._partial.rglob("*"), self._partial):
                 _sync_path(path)
         self._close_shards()
-        self._partial.rename(self._out)
+        if self._inside:
+            self._move_up()
+        else:
+            self._partial.rename(self._out)
         if self._fsync:
-            _sync_path(self._out.parent)
+            _sync_path(self._out if self._inside else self._out.parent)
+
+    def _move_up(self) -> None:
+        """All files or none: without config.json, which comes last, nobody takes the directory for a checkpoint."""
+        moved: list[Path] = []
+        try:
+            for path in sorted(self._partial.iterdir(), key=lambda path: path.name == "config.json"):
+                if (self._out / path.name).exists():
+                    raise CheckpointError(f"{self._out / path.name}: was made by somebody else in the meantime")
+                moved.append(path.rename(self._out / path.name))
+        except BaseException:
+            for path in moved:
+                path.rename(self._partial / path.name)
+            raise
 
     def _write_companions(self) -> None:
         if self._copy_from is not None:
-            for name in COMPANIONS:
-                if (self._copy_from / name).is_file():
-                    shutil.copyfile(self._copy_from / name, self._partial / name)
+            copy_files(self._copy_from, self._partial)
         files = {"config.json": _json(self._config), **self._texts}
         if len(self._shards) > 1:
             weight_map = {self._to_disk(name): file for file, names in self._shards.items() for name in names}
@@ -303,12 +316,14 @@ class CheckpointWriter:
             files["model.safetensors.index.json"] = _json(index)
         for file, text in files.items():
             (self._partial / file).write_text(text, encoding="utf-8")
+        if self._copy_from is not None and self._changes_family:
+            self.tokenizer_note = settle_tokenizer(self._copy_from, self._partial)
 
     def _write_checksums(self, tensors: TensorChecksums) -> None:
         sums = {file: tensors.of_file(fd, file) for file, fd in zip(self._shards, self._fds, strict=True)}
         sums |= self._checksums_beside
         for path in sorted(self._partial.iterdir()):
-            if path.name not in sums:
+            if path.name not in sums and path.is_file():
                 sums[path.name] = checksum_of(path)
         (self._partial / CHECKSUMS).write_text(_json(sums), encoding="utf-8")
 

@@ -82,8 +82,11 @@ def plan_conversion(source: Checkpoint, to: str | None = None, dtype: str = "sou
 
 def convert(
     source: Checkpoint, out: Path, plan: Conversion, advance: Callable[[int], None] = lambda count: None
-) -> None:
+) -> str | None:
     """Write `out` block by block: memory depends neither on the model nor on its largest tensor.
+
+    Returns:
+        What a user should know about the tokenizer of the result, if anything.
 
     Raises:
         CheckpointError: the source isn't finite or can't be read, or `out` can't be written. Nothing is left then.
@@ -108,6 +111,7 @@ def convert(
                     rows = _finite_rows(source, name, start, stop)
                 writer.write_rows(name, start, rows)
                 advance(byte_count(plan.dtypes[name], tuple(rows.shape)))
+    return writer.tokenizer_note
 
 
 def _neighbour(name: str) -> str:
@@ -151,7 +155,8 @@ def command(src: Path, to: str | None, out: Path, config: Path | None, dtype: st
         plan = plan_conversion(source, to, dtype)
         started = time.monotonic()
         with sigterm_interrupts(), byte_progress("convert", plan.bytes_out) as advance:
-            convert(source, out, plan, advance)
+            note = convert(source, out, plan, advance)
+        notes = [line for line in (source.left_out_line(), note) if line]
     report = {
         "source": str(src),
         "out": str(out),
@@ -162,6 +167,7 @@ def command(src: Path, to: str | None, out: Path, config: Path | None, dtype: st
         "added": list(plan.added),
         "dropped": list(plan.dropped),
         "rounded": plan.rounded,
+        "notes": notes,
         "seconds": round(time.monotonic() - started, 2),
     }
     click.echo(json.dumps(report) if as_json else "\n".join(_lines(report, plan)))
@@ -176,6 +182,7 @@ def _lines(report: dict[str, Any], plan: Conversion) -> list[str]:
         lines.append(f"added {len(plan.added)} tensors of zeros that do nothing, such as {plan.added[0]}")
     if plan.dropped:
         lines.append(f"left out {len(plan.dropped)} tensors that do nothing, such as {plan.dropped[0]}")
+    lines += report["notes"]
     lines.append("values were rounded to the new dtype" if plan.rounded else "no value was changed")
     following = "evaluate {} --data PREFIX" if plan.model.is_moe or plan.model.family not in MOE_OF else "upcycle {}"
     lines.append(f"next: spes-mega {following.format(report['out'])}")

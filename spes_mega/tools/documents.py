@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_mega.errors import DataError, system_errors
+from spes_mega.git_lfs import refuse_pointer
 
 
 @dataclass
@@ -95,3 +96,4 @@ def check_files(files: tuple[Path, ...]) -> None:
             raise DataError(f"{file}: no such file")
         if file.suffix not in (".txt", ".jsonl"):
             raise DataError(f"{file}: expected .txt (one document) or .jsonl (one JSON object a line)")
+        refuse_pointer(file, DataError)

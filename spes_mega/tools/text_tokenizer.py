@@ -1,12 +1,12 @@
-"""Tokenizers from disk: a sentencepiece model, or a Hugging Face tokenizer.json."""
+"""Tokenizers from disk: a directory of Hugging Face's, a sentencepiece model, or a tokenizer.json."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from spes_mega.errors import DataError, system_errors
-from spes_mega.text_files import read_json
+from spes_mega.errors import CheckpointError, DataError, system_errors
+from spes_mega.git_lfs import refuse_pointer
+from spes_mega.layout.tokenizer_files import SETTINGS, VOCABULARIES, files_of, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -22,32 +22,69 @@ class TextTokenizer:
 
 @system_errors(DataError)
 def load_tokenizer(path: Path, eod_token: str | None = None) -> TextTokenizer:
-    """Open a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them.
+    """Open a tokenizer: a directory as transformers' AutoTokenizer reads it, or one file alone.
+
+    A file beside which others say more about its tokenizer (added_tokens.json and the like) stands for its directory.
 
     Args:
+        path: a sentencepiece `.model`, a `tokenizer.json`, or a directory.
         eod_token: the text of the token that ends a document; by default the tokenizer's own end of sequence.
 
     Raises:
         DataError: nothing usable is at `path`, or `eod_token` is not one of its tokens.
     """
-    file = _tokenizer_file(Path(path))
-    if file.suffix == ".json":
-        return _load_tokenizers(file, eod_token)
-    return _load_sentencepiece(file, eod_token)
-
-
-def _tokenizer_file(path: Path) -> Path:
+    path = Path(path)
     if path.is_dir():
-        candidates = [path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))]
-        found = next((file for file in candidates if file.is_file()), None)
-        if found is None:
-            raise DataError(f"{path}: neither tokenizer.json nor a sentencepiece .model in this directory")
-        return found
+        return _load_directory(path, eod_token)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer; expected a .model, a tokenizer.json, or a directory with one")
     if path.suffix not in (".json", ".model"):
         raise DataError(f"{path}: expected a sentencepiece .model or a Hugging Face tokenizer.json")
-    return path
+    refuse_pointer(path, DataError)
+    if files_of(path.parent, SETTINGS):
+        return _load_directory(path.parent, eod_token)
+    return _load_tokenizers(path, eod_token) if path.suffix == ".json" else _load_sentencepiece(path, eod_token)
+
+
+def _load_directory(folder: Path, eod_token: str | None) -> TextTokenizer:
+    if not files_of(folder, VOCABULARIES):
+        raise DataError(f"{folder}: neither tokenizer.json nor a sentencepiece .model in this directory")
+    try:
+        tokenizer = read_tokenizer(folder)
+    except ImportError as e:
+        raise DataError(
+            f"{folder}: a directory is read as transformers reads it, which is missing: pip install 'spes-mega[hf]', "
+            "or give a tokenizer.json or .model that lies alone in a directory"
+        ) from e
+    except CheckpointError as e:
+        raise DataError(str(e)) from e
+    vocabulary = tokenizer.get_vocab()
+    text = eod_token if eod_token is not None else tokenizer.eos_token
+    if text is not None and text not in vocabulary:
+        raise DataError(f"{folder}: {text!r} is not one of its tokens")
+    return TextTokenizer(
+        source=folder,
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        eod=None if text is None else vocabulary[text],
+        encode=_named(folder, lambda document: tokenizer.encode(document, add_special_tokens=False, verbose=False)),
+        decode=lambda ids: tokenizer.decode(list(ids)),
+    )
+
+
+def _named(source: Path, encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """What a library raises for a text that it cannot encode becomes a DataError."""
+
+    def encoded(document: str) -> list[int]:
+        try:
+            return encode(document)
+        except Exception as e:  # the libraries raise bare Exception
+            start = document[:40] + ("…" if len(document) > 40 else "")
+            raise DataError(
+                f"{source}: cannot encode the document that starts with {start!r}: {e} (a tokenizer without a token "
+                "for unknown characters needs all of them in its vocabulary)"
+            ) from e
+
+    return encoded
 
 
 def _load_sentencepiece(file: Path, eod_token: str | None) -> TextTokenizer:
@@ -67,7 +104,7 @@ def _load_sentencepiece(file: Path, eod_token: str | None) -> TextTokenizer:
         source=file,
         vocab_size=processor.get_piece_size(),
         eod=eod,
-        encode=processor.encode,
+        encode=_named(file, processor.encode),
         decode=lambda ids: processor.decode(list(ids)),
     )
 
@@ -82,33 +119,14 @@ def _load_tokenizers(file: Path, eod_token: str | None) -> TextTokenizer:
     # A tokenizer.json may carry truncation or padding from its last use; a corpus needs neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    text = eod_token if eod_token is not None else _declared_eos(file.parent)
-    eod = None if text is None else tokenizer.token_to_id(text)
-    if text is not None and eod is None:
-        raise DataError(f"{file}: {text!r} is not one of its tokens")
+    eod = None if eod_token is None else tokenizer.token_to_id(eod_token)
+    if eod_token is not None and eod is None:
+        raise DataError(f"{file}: {eod_token!r} is not one of its tokens")
     return TextTokenizer(
         source=file,
         # Ids may have holes, so the count of tokens would be too small a bound.
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         eod=eod,
-        encode=lambda document: tokenizer.encode(document, add_special_tokens=False).ids,
+        encode=_named(file, lambda document: tokenizer.encode(document, add_special_tokens=False).ids),
         decode=lambda ids: tokenizer.decode(list(ids)),
     )
-
-
-def _declared_eos(folder: Path) -> str | None:
-    """The end-of-sequence token that the files beside a tokenizer.json declare, if any."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(folder / name).get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    value = read_json(file, DataError)
-    return value if isinstance(value, dict) else {}

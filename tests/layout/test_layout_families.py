@@ -149,8 +149,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_rope_variants_are_carried_through_unchanged(section, kind, spelling):
     half = section("llama").head_dim // 2
-    numbers = {"yarn": {"beta_fast": 32, "truncate": False}, "llama3": LLAMA3}
-    numbers["longrope"] = {"short_factor": [1.0] * half, "long_factor": [1.5] * half}
+    original = {"original_max_position_embeddings": 64}
+    numbers = {"yarn": {"beta_fast": 32, "truncate": False, **original}, "llama3": LLAMA3}
+    numbers["longrope"] = {"short_factor": [1.0] * half, "long_factor": [1.5] * half, **original}
     variant = {"rope_type": kind, "factor": 4.0, **numbers.get(kind, {})}
     raw = make_config(section("llama"), None, torch.float32)
     raw |= {"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}

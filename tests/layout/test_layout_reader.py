@@ -149,11 +149,45 @@ def test_a_mixtral_directory_with_canonical_names_is_refused(section, make_check
         open_checkpoint(path)
 
 
-def test_old_rotary_buffers_are_no_weights(section, make_checkpoint):
+@pytest.mark.parametrize("name", ["inv_freq", "cos_cached", "sin_cached", "original_inv_freq"])
+@pytest.mark.parametrize("module", ["model.layers.0.self_attn.rotary_emb", "model.rotary_emb"])
+def test_old_rotary_buffers_are_no_weights_and_it_is_said(section, make_checkpoint, name, module):
     path, tensors = make_checkpoint(section("llama"))
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    save_file(on_disk(path) | extra, path / "model.safetensors")
+    save_file(on_disk(path) | {f"{module}.{name}": torch.ones(8)}, path / "model.safetensors")
     assert_equal(path, tensors)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.left_out == (f"{module}.{name}",)
+        assert checkpoint.left_out_line() == (
+            f"left out 1 buffers that follow from config.json, such as {module}.{name}"
+        )
+
+
+def test_a_buffer_that_nobody_knows_is_refused(section, make_checkpoint):
+    path, _ = make_checkpoint(section("llama"))
+    save_file(on_disk(path) | {"model.layers.0.self_attn.rotary_emb.scale": torch.ones(8)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor: .*rotary_emb\.scale"):
+        open_checkpoint(path)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1234\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", INDEX, "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_named(section, make_checkpoint, file):
+    path, _ = make_checkpoint(section("llama"))
+    if file != "config.json":
+        (path / "model.safetensors").unlink()
+    (path / file).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=rf"{file}: is a Git LFS pointer, .*git lfs pull"):
+        open_checkpoint(path)
+
+
+def test_a_git_lfs_pointer_among_companions_is_named(section, make_checkpoint, tmp_path):
+    path, _ = make_checkpoint(section("llama"))
+    (path / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is a Git LFS pointer"):
+        make_checkpoint(section("llama"), "other", copy_from=path)
+    assert not (tmp_path / "other").exists()
 
 
 def test_tied_embeddings(section, make_checkpoint):

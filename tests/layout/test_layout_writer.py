@@ -1,5 +1,10 @@
 import json
 import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -136,10 +141,74 @@ def test_a_link_to_an_empty_folder_elsewhere_is_filled(section, tmp_path):
         assert float(checkpoint.read(FINAL_NORM).sum()) == 32
 
 
-def test_the_current_folder_is_refused_at_once(section, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="current folder"):
-        CheckpointWriter(Path(), section("llama"), torch.float32)
+def fill(writer, model):
+    for name, shape in expected_tensors(model).items():
+        writer.write(name, torch.ones(shape))
+
+
+def test_an_empty_directory_is_written_into_and_not_replaced(section, tmp_path, monkeypatch):
+    """As a mount point, or the current folder, it could not be."""
+    model, out = section("llama"), tmp_path / "volume"
+    out.mkdir()
+    (out / "lost+found").mkdir()
+    before = out.stat().st_ino
+    with pytest.raises(CheckpointError, match="was not filled"), CheckpointWriter(out, model, torch.float32):
+        pass
+    assert [path.name for path in out.iterdir()] == ["lost+found"]
+    monkeypatch.chdir(out)
+    with CheckpointWriter(Path(), model, torch.float32) as writer:
+        fill(writer, model)
+    assert out.stat().st_ino == before
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "lost+found", "model.safetensors"]
+    with open_checkpoint(out) as written:
+        assert written.read(EMBEDDING).eq(1).all()
+
+
+def test_what_appears_in_the_directory_meanwhile_is_not_overwritten(section, tmp_path):
+    model, out = section("llama"), tmp_path / "volume"
+    out.mkdir()
+    said = r"volume/model\.safetensors: was made by somebody else"
+
+    def interrupted():
+        with CheckpointWriter(out, model, torch.float32) as writer:
+            fill(writer, model)
+            (out / "model.safetensors").write_text("theirs")
+
+    with pytest.raises(CheckpointError, match=said):
+        interrupted()
+    assert [path.read_text() for path in out.iterdir()] == ["theirs"]
+
+
+ON_A_VOLUME = """
+import sys, torch
+from pathlib import Path
+from spes_mega.errors import NoSpaceError
+from spes_mega.layout import CheckpointWriter, expected_tensors, open_checkpoint
+from spes_mega.recipe import ModelSection
+shape = dict(family="llama", num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48)
+model = ModelSection(vocab_size=64, **shape)
+with CheckpointWriter(Path(sys.argv[1]), model, torch.float32) as writer:
+    for name, shape_of in expected_tensors(model).items():
+        writer.write(name, torch.ones(shape_of))
+open_checkpoint(Path(sys.argv[1])).close()
+try:
+    CheckpointWriter(Path(sys.argv[2]), ModelSection(vocab_size=65536, **shape), torch.float32)
+except NoSpaceError as e:
+    print(e)
+"""
+
+
+def test_a_mounted_volume_is_written_to_and_its_own_room_counts(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    mounts = " && ".join(f"mount -t tmpfs -o size=1m none {tmp_path / name}" for name in ("a", "b"))
+    inside = ["unshare", "-rm", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, mounts], capture_output=True).returncode:
+        pytest.skip("this machine does not let a user mount anything")
+    command = shlex.join([sys.executable, "-c", ON_A_VOLUME, str(tmp_path / "a"), str(tmp_path / "b")])
+    done = subprocess.run([*inside, f"{mounts} && {command}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"/b: needs [\d,]+ bytes of disk space, [1-9]\d{2},\d{3} are free|1,048,576 are free", done.stdout)
 
 
 def test_an_existing_directory_is_kept(section, make_checkpoint, tmp_path):
@@ -161,10 +230,17 @@ def test_too_little_space_is_found_before_anything_is_written(section, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+COMPANIONS = (
+    "additional_chat_templates/tools.jinja", "tokenizer.json", "tokenizer.model", "generation_config.json",
+    "tekken.json", "tokenizer.4.0.0.json", "tokenizer.model.v3", "qwen.tiktoken", "added_tokens.json",
+)  # fmt: skip
+
+
 def test_companions_and_texts_come_along(section, make_checkpoint, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json", "notes.txt"):
+    (source / "additional_chat_templates").mkdir()
+    for name in (*COMPANIONS, "notes.txt", "additional_chat_templates/notes.txt"):
         (source / name).write_text(name)
     model = section("llama")
     _, tensors = make_checkpoint(model)
@@ -172,6 +248,8 @@ def test_companions_and_texts_come_along(section, make_checkpoint, tmp_path):
         writer.write_text("extra.json", "{}")
         for name, tensor in tensors.items():
             writer.write(name, tensor)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "tokenizer.json", "tokenizer.model", "generation_config.json", "extra.json", "config.json", "model.safetensors",
+    out = tmp_path / "out"
+    assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == {
+        *COMPANIONS, "extra.json", "config.json", "model.safetensors",
     }  # fmt: skip
+    assert (out / COMPANIONS[0]).read_text() == COMPANIONS[0]

@@ -45,7 +45,7 @@ def hf(folder) -> Path:
     tokenizer.enable_truncation(max_length=4)
     (folder / "hf").mkdir()
     tokenizer.save(str(folder / "hf/tokenizer.json"))
-    (folder / "hf/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     return folder / "hf"
 
 

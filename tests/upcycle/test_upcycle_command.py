@@ -232,3 +232,13 @@ def test_sigterm_leaves_nothing_half_written(larger_dense, tmp_path):
     assert process.returncode == 130, errors
     assert errors.strip().endswith("interrupted")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_verify_cannot_run_is_said_before_anything_is_written(make_dense, tmp_path):
+    src = make_dense("llama")
+    raw = json.loads((src / "config.json").read_text())
+    raw["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}
+    (src / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"the RoPE variant yarn cannot be computed from its numbers"):
+        call(src, "--out", tmp_path / "moe", "--method", "copy", "--verify")
+    assert not (tmp_path / "moe").exists()

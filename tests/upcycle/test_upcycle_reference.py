@@ -1,11 +1,14 @@
 """The plain-torch decoder layer computes what transformers' does, for every family, RoPE variant and router rule."""
 
+import json
+
 import pytest
 import torch
 import transformers
 from making import randomized
 
 from spes_mega.layout import open_checkpoint
+from spes_mega.layout.config import parse_config
 from upcycle.reference import Reference
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "olmo2")
@@ -85,6 +88,19 @@ def test_routers_that_renormalize_and_those_that_do_not(tmp_path, family, renorm
 def test_rope_variants(tmp_path, variant):
     rope = {"rope_type": variant, "rope_theta": 10_000.0, **ROPE[variant]}
     check(differences_by_layer(tmp_path, "llama", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "llama3"])
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 48}])
+def test_the_original_length_is_what_transformers_takes(tmp_path, kind, spelling, beside):
+    rope = {"rope_type": kind, **ROPE[kind]}
+    raw = SHAPE | {"model_type": "llama", "rope_parameters": None, "rope_theta": 1e4, **beside}
+    for given in (rope, {key: value for key, value in rope.items() if key != "original_max_position_embeddings"}):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {spelling: given}))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+        ours = parse_config(raw | {spelling: given})
+        assert ours.rope_scaling["original_max_position_embeddings"] == theirs["original_max_position_embeddings"]
 
 
 def test_longrope_beyond_its_first_length_has_other_factors(tmp_path):
