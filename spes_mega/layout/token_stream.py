@@ -8,8 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spes_mega.errors import DataError, system_errors
+from spes_mega.git_lfs import refuse_pointer
 
 Tokens = npt.NDArray[np.int64]
+
+_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents
+_MAGIC, _VERSION, _CODES = b"MMIDIDX\x00\x00", 1, range(1, 9)
 
 
 class TokenStream:
@@ -26,6 +30,8 @@ class TokenStream:
         for suffix in (".idx", ".bin"):
             if not Path(f"{prefix}{suffix}").is_file():
                 raise DataError(f"{prefix}{suffix}: no such file; `spes-mega tokenize` writes indexed datasets")
+            refuse_pointer(Path(f"{prefix}{suffix}"), DataError)
+        _check_index(Path(f"{prefix}.idx"))
         try:
             self._dataset = IndexedDataset(str(prefix))
         except (AssertionError, ValueError, KeyError, struct.error) as e:
@@ -55,3 +61,16 @@ class TokenStream:
                 "tokenized with another tokenizer?"
             )
         return tokens
+
+
+def _check_index(path: Path) -> None:
+    """Raise DataError if Megatron-Core could not read this index: where it fails, its reader leaves noise on stderr."""
+    with path.open("rb") as file:
+        header, size = file.read(_INDEX.size), path.stat().st_size
+    if len(header) == _INDEX.size:
+        magic, version, code, sequences, documents = _INDEX.unpack(header)
+        if magic == _MAGIC and version == _VERSION and code in _CODES:
+            if size >= _INDEX.size + sequences * (4 + 8) + documents * 8:
+                return
+            raise DataError(f"{path}: truncated: {size} bytes, for {sequences} sequences and {documents} documents")
+    raise DataError(f"{path}: not the index of a Megatron-Core dataset; `spes-mega tokenize` writes one")

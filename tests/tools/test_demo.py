@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-import sentencepiece
+import transformers
 from click.testing import CliRunner
 
 from spes_mega.errors import SpesError
@@ -11,6 +11,7 @@ from spes_mega.tools.demo.command import command, newest_snapshot, prepare
 from spes_mega.tools.demo.corpus import HELD_OUT_EVERY, blocks, train_tokenizer, write_corpus
 from spes_mega.tools.demo.plot import plot_losses, trailing_mean
 from spes_mega.tools.demo.processes import Command, Together
+from spes_mega.tools.text_tokenizer import load_tokenizer
 
 TINY = Path(__file__).parents[2] / "configs/tiny.yaml"
 
@@ -28,12 +29,23 @@ def test_corpus_is_split_without_loss_or_overlap(tmp_path):
 
 def test_tokenizer_keeps_every_character(tmp_path):
     train, valid = write_corpus(tmp_path)
-    model = train_tokenizer(train, tmp_path / "tokenizer", 512)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    assert pieces.vocab_size() == 512
+    folder = train_tokenizer(train, tmp_path / "tokenizer", 512)
+    ours = load_tokenizer(folder)
+    assert (ours.vocab_size, ours.eod) == (512, 2)
     text = texts(valid)[3]
     assert "\n" in text
-    assert pieces.decode(pieces.encode(text)) == text
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_transformers_reads_the_tokenizer_alike_beside_any_config(tmp_path):
+    train, valid = write_corpus(tmp_path)
+    folder = train_tokenizer(train, tmp_path / "tokenizer", 512)
+    expected = [load_tokenizer(folder).encode(text) for text in texts(valid)]
+    for model_type in ("qwen3", "qwen3_moe", "llama"):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert len(theirs) == 512
+        assert [theirs.encode(text, add_special_tokens=False) for text in texts(valid)] == expected
 
 
 def test_both_models_of_the_demo_belong_together(tmp_path):

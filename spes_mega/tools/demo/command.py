@@ -13,6 +13,7 @@ import click
 
 from spes_mega.errors import SpesError, VerificationError, system_errors
 from spes_mega.layout.counts import count_parameters
+from spes_mega.layout.tokenizer_files import copy_files
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.progress import sigterm_interrupts
 from spes_mega.recipe import Recipe, load_recipe
@@ -74,7 +75,7 @@ def prepare(out: Path) -> Demo:
 
 
 def make_data(demo: Demo) -> Path:
-    """Text, tokenizer and the two indexed datasets; returns the tokenizer."""
+    """Text, tokenizer and the two indexed datasets; returns the tokenizer's folder."""
     text = demo.out / "text"
     click.echo("== the text of Python's own language reference, and a tokenizer for it")
     train, valid = write_corpus(text)
@@ -90,7 +91,7 @@ def make_upcycled(demo: Demo, tokenizer: Path) -> Path:
     click.echo("== a tiny dense model, pretrained on one node")
     demo.run("dense", "launch", str(demo.out / "dense.yaml"), "--out", str(demo.out / "dense"))
     final = demo.out / "dense/final"
-    shutil.copy(tokenizer, final / "tokenizer.model")
+    copy_files(tokenizer, final)
     click.echo("== upcycled into a Mixture-of-Experts")
     moe, model = demo.out / "upcycled", demo.moe.model
     demo.run(
@@ -191,7 +192,7 @@ def run_demo(out: Path) -> None:
     }
     model = open_snapshot(snapshot)
     losses["transformers_val_loss"] = transformers_loss(model, out / "text/valid", demo.moe.train.seq_len)
-    text = sample(model, tokenizer)
+    text = sample(model, snapshot)
     summary = summarize(demo, snapshot, losses, time.monotonic() - begin)
     summary["sample"] = text
     finish(demo, summary)

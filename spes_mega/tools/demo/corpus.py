@@ -33,18 +33,21 @@ def write_corpus(folder: Path) -> tuple[Path, Path]:
     return train, valid
 
 
-def train_tokenizer(jsonl: Path, prefix: Path, vocab_size: int) -> Path:
-    """Train a byte-pair sentencepiece model on the texts of `jsonl`; returns `PREFIX.model`.
+def train_tokenizer(jsonl: Path, folder: Path, vocab_size: int) -> Path:
+    """Train a byte-pair tokenizer on the texts of `jsonl`; returns `folder`, which AutoTokenizer opens.
 
-    Line breaks and runs of spaces are kept: in the reference they are grammar.
+    Line breaks and runs of spaces are kept: in the reference they are grammar. Of the sentencepiece model nothing is
+    left but a tokenizer.json and a tokenizer_config.json: beside a config.json, transformers would guess.
     """
     import sentencepiece
+    from transformers import AutoTokenizer
 
+    folder.mkdir(parents=True, exist_ok=True)
     with jsonl.open(encoding="utf-8") as f:
         texts = [json.loads(line)["text"] for line in f]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
-        model_prefix=str(prefix),
+        model_prefix=str(folder / "tokenizer"),
         vocab_size=vocab_size,
         model_type="bpe",
         byte_fallback=True,
@@ -55,4 +58,7 @@ def train_tokenizer(jsonl: Path, prefix: Path, vocab_size: int) -> Path:
         max_sentence_length=1_000_000,
         minloglevel=2,
     )
-    return prefix.with_suffix(".model")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    for suffix in (".model", ".vocab"):
+        (folder / "tokenizer").with_suffix(suffix).unlink()
+    return folder

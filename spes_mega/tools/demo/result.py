@@ -45,15 +45,15 @@ def transformers_loss(model: Any, prefix: Path, seq_len: int, windows_at_once: i
     return total / (len(stream) - 1)
 
 
-def sample(model: Any, tokenizer: Path, seed: int = 0, new_tokens: int = 80) -> str:
-    """Text that the model writes after a short prompt."""
-    import sentencepiece
+def sample(model: Any, snapshot: Path, seed: int = 0, new_tokens: int = 80) -> str:
+    """Text that the model writes after a short prompt, through the snapshot's own tokenizer."""
     import torch
+    from transformers import AutoTokenizer
 
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(snapshot)
     torch.manual_seed(seed)
-    prompt = torch.tensor([pieces.encode(PROMPT)])
+    prompt = torch.tensor([tokenizer.encode(PROMPT, add_special_tokens=False)])
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=True, top_k=20
     )
-    return str(pieces.decode(tokens[0].tolist()))
+    return str(tokenizer.decode(tokens[0].tolist()))
