@@ -38,16 +38,16 @@ def byte_progress(what: str, total: int) -> Iterator[Advance]:
 
 
 @contextmanager
-def layer_progress(what: str, layers: int) -> Iterator[Advance]:
-    """Gives a function to call with the number of layers that were just done."""
+def count_progress(what: str, total: int, unit: str) -> Iterator[Advance]:
+    """Give a function to call with how many (of `unit`, as in "layers") were just done."""
     console = Console(stderr=True)
     if console.is_terminal:
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeRemainingColumn())
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(what, total=layers)
+            task = bar.add_task(what, total=total)
             yield lambda count: bar.advance(task, count)
     else:
-        yield _plain_lines(what, layers, "layers")
+        yield _plain_lines(what, total, unit)
 
 
 def _plain_lines(what: str, total: int, unit: str) -> Advance:

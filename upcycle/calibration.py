@@ -98,10 +98,12 @@ def _tokens(stream: TokenStream, plan: Plan) -> torch.Tensor:
 
 
 def _embedded(sources: Sources, tokens: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(*tokens.shape, sources.model.hidden_size)
+    out = torch.full((*tokens.shape, sources.model.hidden_size), math.nan)
     for start, rows in sources.pieces(EMBEDDING):
         here = (tokens >= start) & (tokens < start + len(rows))
         out[here] = rows[tokens[here] - start].float()
+    if out.isnan().any():
+        raise DataError(f"{EMBEDDING}: some token of the text has no row in it, or one with NaN")
     return out
 
 

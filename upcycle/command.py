@@ -13,7 +13,7 @@ import click
 from spes_mega.errors import CheckpointError, RecipeError, system_errors
 from spes_mega.layout import CheckpointWriter, differences
 from spes_mega.options import merge_options, recipe_options
-from spes_mega.progress import byte_progress, layer_progress, sigterm_interrupts
+from spes_mega.progress import byte_progress, count_progress, sigterm_interrupts
 from spes_mega.recipe import UpcycleSection, load_recipe
 from upcycle.calibration import Calibration, calibrate
 from upcycle.pipeline import upcycle
@@ -126,12 +126,12 @@ def _make(sources: Sources, out: Path, plan: Plan, calibration: Path | None) -> 
 
 
 def _calibrated(sources: Sources, plan: Plan, prefix: Path) -> Calibration:
-    with layer_progress("calibrate", plan.source.num_layers) as advance:
+    with count_progress("calibrate", plan.source.num_layers, "layers") as advance:
         return calibrate(sources, plan, prefix, advance)
 
 
 def _verified(sources: Sources, out: Path, plan: Plan) -> Verification:
-    with layer_progress("verify", plan.model.num_layers) as advance:
+    with count_progress("verify", plan.model.num_layers, "layers") as advance:
         return verify(sources, out, plan, advance)
 
 

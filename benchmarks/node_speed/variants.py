@@ -14,6 +14,7 @@ from spes_mega.node.local_model import LocalModel
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.trainer import Trainer
+from spes_mega.node.weight_source import Position
 from spes_mega.recipe import Recipe
 
 Step = Callable[[], float]
@@ -28,7 +29,7 @@ class OneBatch:
         shape = (train.micro_batch_size, train.seq_len + 1)
         self.tokens = np.random.default_rng(0).integers(0, recipe.model.vocab_size, shape)
 
-    def batch(self, step: int, micro_step: int) -> Any:
+    def batch(self, done: int, micro_step: int) -> Any:
         return self.tokens
 
 
@@ -46,10 +47,10 @@ def ours(recipe: Recipe, folder: Path, owned: range, ranks: Ranks) -> Step:
     with open_checkpoint(folder) as checkpoint:
         model.assign(model.shapes, checkpoint.read)
     trainer = Trainer(recipe, model, OneBatch(recipe), ranks, stop)
-    steps = iter(range(1, recipe.train.steps + 1))
+    steps = iter(range(recipe.train.steps))
 
     def step() -> float:
-        return trainer.step(next(steps), 0).lm_loss
+        return trainer.step(Position(0, next(steps), samples=0)).lm_loss
 
     return step
 

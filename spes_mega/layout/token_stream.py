@@ -2,6 +2,7 @@
 
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ import numpy.typing as npt
 
 from spes_mega.errors import DataError, system_errors
 from spes_mega.git_lfs import refuse_pointer
+from spes_mega.layout.dataset_record import read_record
 
 Tokens = npt.NDArray[np.int64]
+_AT_ONCE = 16 << 20
+"""Tokens that a pass over a whole dataset reads at a time."""
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents
 _MAGIC, _VERSION, _CODES = b"MMIDIDX\x00\x00", 1, range(1, 9)
@@ -36,7 +40,7 @@ class TokenStream:
             self._dataset = IndexedDataset(str(prefix))
         except (AssertionError, ValueError, KeyError, struct.error) as e:
             raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
-        index = self._dataset.index
+        index = self._index = self._dataset.index
         self._dtype = np.dtype(index.dtype)
         self.num_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
         size = Path(f"{prefix}.bin").stat().st_size
@@ -53,14 +57,36 @@ class TokenStream:
         return np.asarray(raw, dtype=np.int64)
 
     def read_below(self, start: int, count: int, vocab_size: int) -> Tokens:
-        """As `read`. Raises DataError: a token id is not below the model's `vocab_size`."""
+        """As `read`. Raises DataError, naming document and position: a token id is not in 0..`vocab_size` - 1."""
         tokens = self.read(start, count)
-        if count and (largest := int(tokens.max())) >= vocab_size:
-            raise DataError(
-                f"{self.prefix}: token id {largest} is outside model.vocab_size {vocab_size}: "
-                "tokenized with another tokenizer?"
-            )
+        if count and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+            first = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+            raise self._outside(start + first, int(tokens[first]), vocab_size)
         return tokens
+
+    def check_all_below(self, vocab_size: int, advance: Callable[[int], None] = lambda count: None) -> None:
+        """Raise DataError unless all token ids are in 0..`vocab_size` - 1.
+
+        What `tokenize` recorded is believed; without it every token is read. `advance` is told how many were read.
+        """
+        record = read_record(self.prefix)
+        if record is not None and record.smallest_token >= 0 and record.largest_token < vocab_size:
+            return
+        for start in range(0, self.num_tokens, _AT_ONCE):
+            count = min(_AT_ONCE, self.num_tokens - start)
+            self.read_below(start, count, vocab_size)
+            advance(count)
+
+    def _outside(self, position: int, token: int, vocab_size: int) -> DataError:
+        ends = np.cumsum(self._index.sequence_lengths, dtype=np.int64)
+        sequence = int(np.searchsorted(ends, position, side="right"))
+        document = int(np.searchsorted(self._index.document_indices, sequence, side="right")) - 1
+        begin = int(ends[first - 1]) if (first := int(self._index.document_indices[document])) else 0
+        return DataError(
+            f"{self.prefix}.bin: token {position - begin} of document {document} (both counted from 0; token "
+            f"{position} of the file) is {token}, but model.vocab_size {vocab_size} allows 0 to {vocab_size - 1}: was "
+            "it tokenized with another tokenizer, or written with a smaller integer type than its ids need?"
+        )
 
 
 def _check_index(path: Path) -> None:

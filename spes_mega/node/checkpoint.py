@@ -59,6 +59,8 @@ class CheckpointState(_Frozen):
     ranks: int
     zero_stage: int
     dtype: str
+    samples_per_step: NonNegativeInt | None = None
+    """What the node that wrote it took in a step; None in checkpoints of earlier versions."""
 
 
 class Checkpoint:
@@ -118,13 +120,14 @@ class Checkpoint:
         Or it speaks of experts that there are not.
         """
         its = self.state.identity
+        data = its.data if mine.data.is_as_in(its.data) else mine.data
         fields = "; ".join(differences(its.agreed, mine.agreed, "checkpoint")) if its.agreed and mine.agreed else ""
         set_back = f"set back what differs ({fields})" if fields else "set the fields that are not local back"
         for what, theirs, own, cure in (
             ("of node {}", its.node, mine.node, "each node needs an --out of its own"),
             ("with train.seed {}", its.seed, mine.seed, "set it back"),
             ("of a recipe with digest {}", its.recipe[:12], mine.recipe[:12], set_back),
-            ("with {}", its.data.text, mine.data.text, "give the dataset of before"),
+            ("with {}", its.data.text, data.text, "give the dataset of before"),
         ):
             if theirs != own:
                 raise CheckpointError(

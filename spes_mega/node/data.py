@@ -1,4 +1,4 @@
-"""Which tokens a rank of a node trains on: a pure function of recipe, node, rank and step.
+"""Which tokens a rank of a node trains on: a pure function of recipe, node, rank and the samples done before.
 
 The token stream of an indexed dataset is cut into windows of seq_len + 1 tokens that overlap by one.
 Window w belongs to node w mod num_nodes (`sharding: shared`), or all windows belong to the node (`own`).
@@ -6,12 +6,14 @@ An epoch goes through a node's windows in an order of its own.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from spes_mega.errors import DataError
+from spes_mega.layout.dataset_record import fingerprint
 from spes_mega.layout.token_stream import Tokens, TokenStream
 from spes_mega.node.checks import training_data
 from spes_mega.node.permutation import Permutation
@@ -25,11 +27,18 @@ class DataIdentity:
     num_tokens: int
     index_sha256: str
     sharding: str
+    contents: str | None = None
+    """The fingerprint of the tokens; None in checkpoints of earlier versions."""
 
     @property
     def text(self) -> str:
-        index = self.index_sha256[:12]
-        return f"a dataset of {self.num_tokens:,} tokens with index {index}, data.sharding {self.sharding}"
+        contents = "" if self.contents is None else f" and contents {self.contents[:12]}"
+        index = f"index {self.index_sha256[:12]}{contents}"
+        return f"a dataset of {self.num_tokens:,} tokens with {index}, data.sharding {self.sharding}"
+
+    def is_as_in(self, earlier: "DataIdentity") -> bool:
+        """Whether it is the dataset of before, as far as an earlier version recorded that."""
+        return replace(self, contents=self.contents if earlier.contents is not None else None) == earlier
 
 
 class NodeData:
@@ -53,27 +62,33 @@ class NodeData:
         self._order = (-1, Permutation(1, ""))
 
     def identity(self) -> DataIdentity:
-        """Raises DataError: the index cannot be read."""
+        """Raises DataError: the files cannot be read."""
         path = Path(f"{self.stream.prefix}.idx")
         try:
             with path.open("rb") as file:
                 index = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as e:
             raise DataError(f"{path}: cannot read: {e.strerror}") from e
-        return DataIdentity(self.stream.num_tokens, index, self.sharding)
+        contents = fingerprint(Path(f"{self.stream.prefix}.bin"))
+        return DataIdentity(self.stream.num_tokens, index, self.sharding, contents)
+
+    def check_tokens(self, advance: Callable[[int], None]) -> None:
+        """Raise DataError if a token id is outside the model's vocabulary; see `TokenStream.check_all_below`."""
+        self.stream.check_all_below(self.vocab_size, advance)
 
     @property
     def samples_per_step(self) -> int:
         """Samples that all ranks of the node take in one optimizer step."""
         return self.ranks * self.micro_batch_size * self.grad_accumulation
 
-    def batch(self, step: int, micro_step: int) -> Tokens:
-        """int64 [micro_batch_size, seq_len + 1] for forward pass `micro_step` (from 0) of step `step` (from 1).
+    def batch(self, done: int, micro_step: int) -> Tokens:
+        """int64 [micro_batch_size, seq_len + 1] for forward pass `micro_step` (from 0) of this rank in one step.
+
+        `done` samples were trained on before that step, by all ranks, with whatever batches.
 
         Raises DataError: a token id is outside the model's vocabulary.
         """
-        first = (step - 1) * self.samples_per_step
-        first += (self.rank * self.grad_accumulation + micro_step) * self.micro_batch_size
+        first = done + (self.rank * self.grad_accumulation + micro_step) * self.micro_batch_size
         return np.stack([self.sample(first + i) for i in range(self.micro_batch_size)])
 
     def sample(self, number: int) -> Tokens:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spes_mega.errors import DeadlineError, SpesError
+from spes_mega.errors import DataError, DeadlineError, SpesError
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
 from spes_mega.node.saver import Saver
@@ -13,6 +13,9 @@ from spes_mega.node.stop import Stopped
 from spes_mega.node.trainer import Trainer
 from spes_mega.node.weight_source import Position, WeightSource
 from spes_mega.recipe import Recipe
+
+_LEAVES_WEIGHTS_AS_THEY_WERE = (DeadlineError.exit_code, DataError.exit_code)
+"""Errors of the hub or of others that did not answer, and of data that a step could not begin with."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class NodeRun:
             self._save()
             raise
         except SpesError as e:
-            if e.exit_code == DeadlineError.exit_code:  # the hub or others did not answer: the weights are as they were
+            if e.exit_code in _LEAVES_WEIGHTS_AS_THEY_WERE:
                 self._save()
             raise
         self.source.finish(self.weights)
@@ -61,14 +64,13 @@ class NodeRun:
             if self.report is not None:
                 self.report.status("synchronizing")
             round_ = self.source.exchange(self.weights, round_, self._at.tokens)
-        self._at = Position(round_, self.recipe.step_at(round_))
+        self._at = Position(round_, self.recipe.step_at(round_), samples=self._at.samples)
         self._save_if_due()
 
     def _step(self) -> StepMetrics:
-        step, round_ = self._at.step + 1, self._at.round
-        metrics = self.trainer.step(step, round_)
+        metrics = self.trainer.step(self._at)
         self._check(metrics)
-        self._at = Position(round_, step, self._at.tokens + self.trainer.tokens_per_step)
+        self._at = self.trainer.after(self._at)
         return metrics
 
     def _save_if_due(self) -> None:

@@ -80,8 +80,19 @@ class _Node:
             lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
         )
         self.ranks.first(lambda: lock_out(self.options.out))
+        self.ranks.first(lambda: self._check_tokens(data))
         with Resume(self.recipe, self.options, data, self.ranks, self.say) as resume, self._source() as source:
             self._train(data, source, resume)
+
+    def _check_tokens(self, data: Any) -> None:
+        from spes_mega.progress import count_progress
+
+        def seen(count: int) -> None:
+            self.stop.check()
+            advance(count)
+
+        with count_progress("check the token ids", data.stream.num_tokens, "tokens") as advance:
+            data.check_tokens(seen)
 
     @contextmanager
     def _source(self) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +33,7 @@ class Resume:
         self, recipe: Recipe, options: NodeOptions, data: NodeData, ranks: Ranks, say: Callable[[str], None]
     ) -> None:
         """Raises CheckpointError, on all ranks: see `find_checkpoint` and `Checkpoint.check`."""
-        self._recipe, self._ranks, self._say = recipe, ranks, say
+        self._recipe, self._ranks, self._say, self._data = recipe, ranks, say, data
         self._folder = options.out / "checkpoints"
         self._shelf = Shelf(self._folder)
         self._identity: Identity | None = None
@@ -45,6 +46,8 @@ class Resume:
             if (found := self._checkpoint) is None:
                 return None
             found.check(self._identity, recipe.model.num_experts)
+            if found.state.identity.data.contents is None:
+                say(f"{found.path} is of an earlier version: whether the dataset has the same contents is not known")
             return str(found.path), found.state.model_dump(mode="json")
 
         found = ranks.first(find)
@@ -66,7 +69,7 @@ class Resume:
         checkpoint = self._checkpoint
         if checkpoint is None:
             round_ = source.start(model)
-            return Position(round_, self._recipe.step_at(round_))
+            return self._position(round_)
         assign_moments(model.engine, model.map.entries, self._ranks, self.steps(model.owned), checkpoint.moments)
         self._say_change(model.owned)
         round_ = source.start(model, checkpoint)
@@ -77,11 +80,30 @@ class Resume:
                 f"goes on at round {round_} with the hub's weights, and the optimizer's state after step {at.step} "
                 f"({checkpoint.path})"
             )
-            return Position(round_, self._recipe.step_at(round_))
+            return self._position(round_)
         trained = set(model.trained)
         model.assign(self._ranks.first(lambda: [n for n in checkpoint.names if n in trained]), checkpoint.read)
         self._say(f"goes on after step {at.step}, in round {at.round} ({checkpoint.path})")
-        return at
+        return replace(at, samples=self._samples(at.step))
+
+    def _position(self, round_: int) -> Position:
+        step = self._recipe.step_at(round_)
+        return Position(round_, step, samples=self._samples(step))
+
+    def _samples(self, step: int) -> int:
+        """How many samples the node has trained on by `step`.
+
+        Steps since the checkpoint were taken, and pushed, by the process that wrote it: with its batch.
+        """
+        here = self._data.samples_per_step
+        if self._checkpoint is None:
+            return step * here
+        state = self._checkpoint.state
+        saved, batch = state.position.samples, state.samples_per_step or here
+        if saved is None:
+            self._say(f"{self._checkpoint.path} does not say how many samples it had seen: taken to be {here} a step")
+            return step * here
+        return saved + max(0, step - state.position.step) * batch
 
     def _say_change(self, owned: tuple[int, ...]) -> None:
         assert self._checkpoint is not None
@@ -109,7 +131,7 @@ class Resume:
             yield None
             return
         self._ranks.agree(lambda: AdamState(model.engine))
-        saver = Saver(self._recipe, self._identity, self._ranks, self._folder)
+        saver = Saver(self._recipe, self._identity, self._data.samples_per_step, self._ranks, self._folder)
         self._ranks.first(self._shelf.sweep)
         used, last = self._checkpoint is not None, self._last_of_ours()
         # From elsewhere; or the steps in between come again, and what is known now must not be lost meanwhile.

@@ -23,8 +23,11 @@ from spes_mega.recipe import Recipe
 class Saver:
     """Saves what a node needs to go on after its process is gone; all ranks take part, and rank 0 writes."""
 
-    def __init__(self, recipe: Recipe, identity: Identity | None, ranks: Ranks, folder: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, identity: Identity | None, samples_per_step: int, ranks: Ranks, folder: Path
+    ) -> None:
         """`identity` is None on all ranks but the first."""
+        self._samples_per_step = samples_per_step
         self._recipe, self._identity, self._ranks = recipe, identity, ranks
         self._shapes = expected_tensors(recipe.model)
         self._shelf = Shelf(folder)
@@ -83,6 +86,7 @@ class Saver:
             ranks=self._ranks.size,
             zero_stage=train.zero_stage,
             dtype=train.dtype,
+            samples_per_step=self._samples_per_step,
         )
         finish(self._written, state.model_dump(mode="json"), self._checksums)
         self._behind = threading.Thread(target=self._commit, args=(self._written, keep_last))

@@ -24,12 +24,13 @@ from spes_mega.node.metrics import StepMetrics
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.schedule import learning_rate
 from spes_mega.node.stop import StopRequest
+from spes_mega.node.weight_source import Position
 from spes_mega.recipe import Recipe
 
 
 @dataclass
 class Trainer:
-    """Takes optimizer steps; the data and learning rate of a step follow from its number alone."""
+    """Takes optimizer steps; data and learning rate of a step follow from the position before it alone."""
 
     recipe: Recipe
     model: LocalModel
@@ -46,30 +47,37 @@ class Trainer:
         """Tokens that all ranks of the node train on in one step."""
         return self.data.samples_per_step * self.recipe.train.seq_len
 
-    def step(self, step: int, round_: int) -> StepMetrics:
-        """Take optimizer step `step` (the first is 1) on all ranks.
+    def after(self, at: Position) -> Position:
+        """Return where the node is when the step that follows `at` is done."""
+        assert at.samples is not None
+        samples = at.samples + self.data.samples_per_step
+        return Position(at.round, at.step + 1, at.tokens + self.tokens_per_step, samples)
+
+    def step(self, at: Position) -> StepMetrics:
+        """Take the optimizer step that follows `at` on all ranks.
 
         Raises:
             DataError: a token is outside the vocabulary. Stopped: a signal has come. Both before anything changes.
         """
-        start = time.monotonic()
-        batches = self.ranks.agree(lambda: self._batches(step))
+        start, step = time.monotonic(), at.step + 1
+        batches = self.ranks.agree(lambda: self._batches(at))
         rate = learning_rate(step, self.recipe.train)
         self._set_learning_rate(rate)
         losses = self._train_on(batches)
         means = self._average(losses)
         return StepMetrics(
             step=step,
-            round=round_,
+            round=at.round,
             **means,
             grad_norm=float(self.engine.get_global_grad_norm()),
             lr=rate,
             tokens_per_s=self.tokens_per_step / (time.monotonic() - start),
         )
 
-    def _batches(self, step: int) -> list[Tokens]:
+    def _batches(self, at: Position) -> list[Tokens]:
         self.stop.check()
-        return [self.data.batch(step, micro_step) for micro_step in range(self.recipe.train.grad_accumulation)]
+        assert at.samples is not None, "Resume has worked it out"
+        return [self.data.batch(at.samples, micro_step) for micro_step in range(self.recipe.train.grad_accumulation)]
 
     def _set_learning_rate(self, rate: float) -> None:
         for group in self.engine.optimizer.param_groups:

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a node is: `step` steps are done, of which those of the open `round` had `tokens` tokens."""
+    """Where a node is: `step` steps are done, of which those of the open `round` had `tokens` tokens.
+
+    `samples` are those of its data that it has trained on, in whatever batches; None in earlier versions' checkpoints.
+    """
 
     round: NonNegativeInt
     step: NonNegativeInt
     tokens: NonNegativeInt = 0
+    samples: NonNegativeInt | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, expert_of, open_checkpoint
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.safetensors_format import byte_count
-from spes_mega.progress import layer_progress
+from spes_mega.progress import count_progress
 from spes_mega.tools.similarity import expert_similarity, off_diagonal, plot_similarity
 
 
@@ -106,7 +106,7 @@ def command(src: Path, config: Path | None, similarity: bool, plot: Path | None,
         if plot and (plot.suffix not in PICTURES or not plot.parent.is_dir()):
             raise CheckpointError(f"--plot {plot}: a file in an existing folder, ending in {' '.join(PICTURES)}")
         if moe and similarity:
-            with layer_progress("compare experts", facts["moe_layers"]) as advance:
+            with count_progress("compare experts", facts["moe_layers"], "layers") as advance:
                 found = expert_similarity(checkpoint, advance)
             facts["similarity"] = similarity_facts(found)
             if plot:

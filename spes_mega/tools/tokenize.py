@@ -20,6 +20,7 @@ import click
 from rich.console import Console
 
 from spes_mega.errors import DataError, system_errors
+from spes_mega.layout.dataset_record import fingerprint
 from spes_mega.signals import handling
 from spes_mega.tools.documents import DocumentReader, Skipped, check_files
 from spes_mega.tools.text_tokenizer import TextTokenizer, load_tokenizer
@@ -40,6 +41,10 @@ class TokenizedDataset:
     tokens: int
     skipped_empty: int
     skipped_bad: int
+    smallest_token: int
+    largest_token: int
+    fingerprint: str
+    """Of the .bin file: see `layout/dataset_record.py`, which reads these three."""
 
 
 @system_errors(DataError)
@@ -159,6 +164,7 @@ class DatasetWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self.documents = self.tokens = 0
+        self.smallest, self.largest = tokenizer.vocab_size, 0
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +173,7 @@ class DatasetWriter:
         """Append one document, and the end-of-document token if one is asked for."""
         ids = ids if self.eod is None else [*ids, self.eod]
         self.builder.add_document(ids, [len(ids)])
+        self.smallest, self.largest = min(self.smallest, *ids), max(self.largest, *ids)
         self.documents += 1
         self.tokens += len(ids)
 
@@ -184,6 +191,9 @@ class DatasetWriter:
             tokens=self.tokens,
             skipped_empty=skipped.empty,
             skipped_bad=skipped.bad,
+            smallest_token=self.smallest,
+            largest_token=self.largest,
+            fingerprint=fingerprint(self.folder / "data.bin"),
         )
         (self.folder / "data.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         for suffix in SUFFIXES:

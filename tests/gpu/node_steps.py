@@ -29,7 +29,7 @@ class OneBatch:
         shape = (train.micro_batch_size, train.seq_len + 1)
         self.tokens = np.random.default_rng(0).integers(0, recipe.model.vocab_size, shape)
 
-    def batch(self, step, micro_step):
+    def batch(self, done, micro_step):
         return self.tokens
 
 
@@ -38,6 +38,7 @@ def measure(recipe, owned):
     from spes_mega.node.ranks import Ranks, process_group
     from spes_mega.node.stop import StopRequest
     from spes_mega.node.trainer import Trainer
+    from spes_mega.node.weight_source import Position
 
     with tempfile.TemporaryDirectory() as folder, process_group():
         ranks, stop = Ranks(60), StopRequest()
@@ -45,11 +46,11 @@ def measure(recipe, owned):
         shapes = model.shapes
         model.assign(shapes, lambda name: initial_tensor(recipe.model, name, shapes[name], recipe.train.seed))
         trainer = Trainer(recipe, model, OneBatch(recipe), ranks, stop)
-        losses = [trainer.step(step, 0).lm_loss for step in range(1, WARM_UP + 1)]
+        losses = [trainer.step(Position(0, step, samples=0)).lm_loss for step in range(WARM_UP)]
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        losses += [trainer.step(step, 0).lm_loss for step in range(WARM_UP + 1, WARM_UP + MEASURED + 1)]
+        losses += [trainer.step(Position(0, WARM_UP + step, samples=0)).lm_loss for step in range(MEASURED)]
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         names = [name for name, _ in model.gpt.named_parameters()]

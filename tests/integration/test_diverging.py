@@ -46,5 +46,5 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_the_checkpoint_before(
 
     model.gpt.decoder.final_layernorm.weight.register_hook(spoil)
     with pytest.raises(SpesError, match=r"^node 0, step 2: the gradient's norm is "):
-        NodeRun(recipe, trainer, model, source, None, None, saver).run(Position(0, 0))
+        NodeRun(recipe, trainer, model, source, None, None, saver).run(Position(0, 0, samples=0))
     assert saver.steps == [1]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from spes_mega.errors import CheckpointError, SpesError
 from spes_mega.layout.checksums import checksum_of
+from spes_mega.node.checkpoint_files import finish
 from spes_mega.node.data import NodeData
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.lone_node import LoneNode
@@ -18,7 +20,6 @@ from spes_mega.node.moments import Moments, collect_moments
 from spes_mega.node.resume import Resume
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.trainer import Trainer
-from spes_mega.node.weight_source import Position
 from spes_mega.recipe import load_recipe
 
 
@@ -41,8 +42,8 @@ class Node:
         """Figures of `count` steps, without those of time."""
         rows = []
         for _ in range(count):
-            rows.append(asdict(self.trainer.step(self.at.step + 1, 0)) | {"tokens_per_s": None})
-            self.at = Position(0, self.at.step + 1, self.at.tokens + self.trainer.tokens_per_step)
+            rows.append(asdict(self.trainer.step(self.at)) | {"tokens_per_s": None})
+            self.at = self.trainer.after(self.at)
         return rows
 
     def save(self):
@@ -236,3 +237,54 @@ def test_without_checkpoints_none_are_written(tmp_path, ranks, recipe_of):
     node = Node(tmp_path, recipe, ranks)
     with node.resume.saver(node.model, node.at, node.source) as saver:
         assert saver is None
+
+
+@pytest.mark.parametrize("batch", [{"micro_batch_size": 2}, {"grad_accumulation": 3}])
+def test_another_batch_goes_on_with_the_first_sample_that_was_not_trained_on(tmp_path, ranks, recipe_of, batch):
+    node = Node(tmp_path, recipe_of(1, "fp32"), ranks)
+    node.train(3)  # of 4 samples
+    node.save()
+    again = Node(tmp_path, recipe_of(1, "fp32", **batch), ranks)
+    assert again.at == node.at
+    assert again.at.samples == 12
+    data, read = again.trainer.data, []
+    sample = data.sample
+    data.sample = lambda number: read.append(number) or sample(number)
+    again.train(2)
+    assert read == list(range(12, 12 + 2 * data.samples_per_step))
+    assert again.at.tokens == node.at.tokens + 2 * data.samples_per_step * 16
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_where_that_would_have(tmp_path, ranks, recipe_of):
+    recipe = recipe_of(1, "fp32")
+    node = Node(tmp_path, recipe, ranks)
+    node.train(3)
+    node.save()
+    (path,) = (tmp_path / "out/checkpoints").glob("step-*/state.json")
+    state = json.loads(path.read_text())
+    del state["position"]["samples"], state["samples_per_step"], state["identity"]["data"]["contents"]
+    checksums = json.loads((path.parent / "checksums.json").read_text())
+    finish(path.parent, state, {file: known for file, known in checksums.items() if file != "state.json"})
+    again = Node(tmp_path, recipe, ranks)
+    assert again.at == node.at
+    assert any("does not say how many samples it had seen: taken to be 4 a step" in line for line in again.said)
+    assert any("whether the dataset has the same contents is not known" in line for line in again.said)
+    assert again.train(2) == node.train(2)
+
+
+def test_other_text_in_documents_of_the_same_lengths_is_refused(tmp_path, ranks, recipe_of):
+    recipe = recipe_of(1, "fp32")
+    copied = tmp_path / "copied"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{recipe.data.train}{suffix}", f"{copied}{suffix}")
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": copied})})
+    node = Node(tmp_path, recipe, ranks)
+    node.train(1)
+    node.save()
+    tokens = bytearray((tmp_path / "copied.bin").read_bytes())
+    tokens[200], tokens[202] = tokens[202], tokens[200] ^ 1
+    (tmp_path / "copied.bin").write_bytes(tokens)
+    with pytest.raises(
+        CheckpointError, match=r"contents \w{12}, .* but this is one .* contents \w{12}.* give the dataset"
+    ):
+        Node(tmp_path, recipe, ranks)

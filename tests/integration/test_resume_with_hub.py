@@ -26,6 +26,11 @@ SPES = {"num_nodes": 2, "sync_every": 4, "rpc_deadline_s": 5}
 EVERYONE = ownership_of(4, 2)
 
 
+def at(round_, step, tokens=0):
+    """Where a node is that took 4 samples in every step."""
+    return Position(round_, step, tokens, 4 * step)
+
+
 class Node:
     """Node 0 in one of its lives: a process would do the same, in main.py."""
 
@@ -50,8 +55,8 @@ class Node:
 
     def train(self, count):
         for _ in range(count):
-            self.trainer.step(self.at.step + 1, self.at.round)
-            self.at = Position(self.at.round, self.at.step + 1, self.at.tokens + self.trainer.tokens_per_step)
+            self.trainer.step(self.at)
+            self.at = self.trainer.after(self.at)
 
     def save(self):
         with self.resume.saver(self.model, self.at, self.source) as saver:
@@ -121,7 +126,7 @@ def test_in_the_same_round_it_goes_on_from_its_own_weights(setting):
     first.save()
     expected = first.masters(), first.moments()
     again = run.node()
-    assert again.at == Position(0, 2, 2 * again.trainer.tokens_per_step)
+    assert again.at == at(0, 2, 2 * again.trainer.tokens_per_step)
     assert equal(again.masters(), expected[0])
     assert again.moments()[0] == expected[1][0]
     assert same(again.moments()[1], expected[1][1])
@@ -140,7 +145,7 @@ def test_in_a_later_round_it_has_the_hubs_weights_and_its_own_moments(setting):
     run.push_as_node_1(0)
     assert run.other.wait_round(1) == 1  # at the deadline, without node 0
     again = run.node()
-    assert again.at == Position(1, 4, 0)
+    assert again.at == at(1, 4, 0)
     with run.other.pull() as state:
         found = again.masters()
         for name, tensor in state:
@@ -159,7 +164,7 @@ def test_one_that_never_resumes_begins_with_a_new_optimizer(setting):
     first.train(2)
     first.save()
     again = run.node("never")
-    assert (again.at, again.moments()) == (Position(0, 0, 0), ({}, {}))
+    assert (again.at, again.moments()) == (at(0, 0, 0), ({}, {}))
     again.train(1)
     again.save()
     assert [p.name for p in (run.folder / "out/checkpoints").iterdir()] == ["step-000001"]
@@ -170,7 +175,7 @@ def test_a_checkpoint_from_the_future_is_another_runs(setting):
     run = setting()
     first = run.node()
     first.train(1)
-    first.at = Position(3, 13, 0)
+    first.at = at(3, 13, 0)
     first.save()
     with pytest.raises(Exception, match="a checkpoint of round 3, but the hub is at round 0") as error:
         run.node()
@@ -206,7 +211,7 @@ def lost_by(node):
 def exchange(run, node):
     run.push_as_node_1(node.at.round)
     round_ = node.source.exchange(node.model, node.at.round, 1)
-    node.at = Position(round_, run.recipe.step_at(round_), 0)
+    node.at = at(round_, run.recipe.step_at(round_), 0)
 
 
 def held_by_the_hub(run, node):
@@ -252,7 +257,7 @@ def test_what_pushes_lost_is_made_up_for_after_a_restart_in_the_next_round(setti
     run.other.wait_round(1)
     lost = lost_by(node)
     again = run.node()
-    assert again.at == Position(1, 4, 0)
+    assert again.at == at(1, 4, 0)
     assert equal(lost_by(again), lost)
     again.train(4)
     trained = again.masters()
@@ -270,7 +275,7 @@ def test_what_a_later_push_has_made_up_for_is_not_sent_twice(setting):
     node.save()
     exchange(run, node)
     again = run.node()
-    assert again.at == Position(2, 6, 0)
+    assert again.at == at(2, 6, 0)
     assert lost_by(again) == {}
     assert any("what earlier pushes lost by rounding is not known any more" in line for line in again.said)
 
@@ -286,7 +291,7 @@ def test_with_overlap_it_begins_the_hubs_round_anew_with_its_moments(setting):
     run = setting(overlap=True, sync_every=2)
     node = run.node()
     node.train(2)
-    node.at = Position(node.source.exchange(node.model, 0, 1), 2, 0)  # the push is under way
+    node.at = at(node.source.exchange(node.model, 0, 1), 2, 0)  # the push is under way
     run.push_as_node_1(0)
     assert run.other.wait_round(1) == 1
     node.train(1)
@@ -294,7 +299,7 @@ def test_with_overlap_it_begins_the_hubs_round_anew_with_its_moments(setting):
     node.source.leave()
     steps, moments = node.moments()
     again = run.node()
-    assert again.at == Position(1, 2, 0)
+    assert again.at == at(1, 2, 0)
     assert equal(again.masters(), hub_state(run, again))
     assert again.moments()[0] == steps == dict.fromkeys(node.model.trained, 3)
     assert same(again.moments()[1], moments)
@@ -303,7 +308,7 @@ def test_with_overlap_it_begins_the_hubs_round_anew_with_its_moments(setting):
         pass
     assert [p.name for p in (run.folder / "out/checkpoints").iterdir()] == ["step-000002"]
     third = run.node()
-    assert third.at == Position(1, 2, 0)
+    assert third.at == at(1, 2, 0)
     assert same(third.moments()[1], moments)
 
 
@@ -311,8 +316,8 @@ def test_with_overlap_a_node_may_have_been_ahead_of_the_hub(setting):
     run = setting(overlap=True)
     node = run.node()
     node.train(1)
-    node.at = Position(1, 5, 0)  # its push for round 0 never came
+    node.at = at(1, 5, 0)  # its push for round 0 never came
     node.save()
     again = run.node()
-    assert again.at == Position(0, 0, 0)
+    assert again.at == at(0, 0, 0)
     assert set(again.moments()[0].values()) == {1}

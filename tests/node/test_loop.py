@@ -2,10 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from spes_mega.errors import DeadlineError, SpesError
+from spes_mega.errors import DataError, DeadlineError, SpesError
 from spes_mega.node.loop import NodeRun
 from spes_mega.node.metrics import MetricsFile, StepMetrics
 from spes_mega.node.stop import Stopped
@@ -23,14 +24,19 @@ class Notes:
 
     tokens_per_step = 10
 
-    def __init__(self, next_rounds=None, loss=1.0, stop_at=None, grad_norm=1.0):
-        self.stop_at, self.grad_norm = stop_at, grad_norm
+    def __init__(self, next_rounds=None, loss=1.0, stop_at=None, grad_norm=1.0, error=None):
+        self.stop_at, self.grad_norm, self.error, self.samples = stop_at, grad_norm, error or Stopped(15), []
         self.events, self.next_rounds, self.loss = [], next_rounds or {}, loss
         self.traffic = Traffic()
 
-    def step(self, step, round_):
+    def after(self, at):
+        return Position(at.round, at.step + 1, at.tokens + self.tokens_per_step, at.samples + 3)
+
+    def step(self, at):
+        step, round_ = at.step + 1, at.round
         if step == self.stop_at:
-            raise Stopped(15)
+            raise self.error
+        self.samples.append(at.samples)
         self.events.append(f"step {step} of round {round_}")
         return StepMetrics(
             step=step, round=round_, lm_loss=self.loss, aux_loss=0.0, z_loss=0.0, logit_z_loss=0.0,
@@ -59,7 +65,7 @@ class Notes:
 def run(tmp_path, notes, round_=0, begin=None, every=100):
     raw = {"model": MODEL, "spes": {"sync_every": 2}, "train": {"steps": 5}, "checkpoint": {"every": every}}
     recipe = Recipe.model_validate(raw)
-    begin = begin or Position(round_, recipe.step_at(round_))
+    begin = replace(begin or Position(round_, recipe.step_at(round_)), samples=50)
     with MetricsFile(tmp_path / "metrics.jsonl", 0) as metrics:
         NodeRun(recipe, notes, None, notes, None, metrics, notes, node=3).run(begin)
 
@@ -154,3 +160,16 @@ def test_a_round_goes_on_in_its_midst_with_the_tokens_that_it_has(tmp_path):
     run(tmp_path, before_the_exchange, begin=Position(1, 4, 20))
     assert before_the_exchange.events[:2] == ["exchange 1 after 20 tokens", "step 5 of round 2"]
     assert [row[0] for row in written(tmp_path)] == [5]
+
+
+def test_data_that_a_step_cannot_begin_with_ends_the_run_where_it_is(tmp_path):
+    notes = Notes(stop_at=4, error=DataError("token 5 of document 1 is 99"))
+    with pytest.raises(DataError, match="document 1"):
+        run(tmp_path, notes)
+    assert notes.events[-1] == "save 1 3 10"
+
+
+def test_samples_follow_one_another_whatever_rounds_others_closed_meanwhile(tmp_path):
+    notes = Notes(next_rounds={0: 2})
+    run(tmp_path, notes)
+    assert notes.samples == [50, 53, 56]

@@ -1,14 +1,16 @@
 """Windows, their division between nodes and ranks, and their order."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from spes_mega.errors import DataError
+from spes_mega.layout.dataset_record import fingerprint
 from spes_mega.layout.token_stream import TokenStream
 from spes_mega.node.data import NodeData
 from spes_mega.node.permutation import Permutation
@@ -104,7 +106,7 @@ def test_a_step_takes_the_same_samples_however_it_is_divided(prefix, ranks, micr
             row.tolist()
             for rank in range(ranks)
             for micro in range(accumulation)
-            for row in NodeData(recipe, 0, rank, ranks).batch(step, micro)
+            for row in NodeData(recipe, 0, rank, ranks).batch(8 * (step - 1), micro)
         ]
         assert rows == [alone.sample(8 * (step - 1) + i).tolist() for i in range(8)]
 
@@ -112,8 +114,78 @@ def test_a_step_takes_the_same_samples_however_it_is_divided(prefix, ranks, micr
 def test_a_token_outside_the_vocabulary_names_the_dataset(prefix):
     data = NodeData(recipe_for(prefix, vocab_size=20), 0)
     number = [data.window(i) for i in range(10)].index(5)
-    with pytest.raises(DataError, match=r"data: token id 24 is outside model\.vocab_size 20"):
+    # tokens 20 to 24; documents are tokens 0 to 6, none, 7, and the rest
+    fault = r"token 12 of document 3 \(both counted from 0; token 20 of the file\) is 20, but model\.vocab_size 20"
+    with pytest.raises(DataError, match=rf"data\.bin: {fault} allows 0 to 19"):
         data.sample(number)
+    with pytest.raises(DataError, match=fault):
+        data.check_tokens(lambda count: None)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32])
+@pytest.mark.parametrize("position", [0, 6, 7, 8, 42])
+def test_a_negative_token_is_found_and_named(tmp_path, dtype, position):
+    tokens = list(range(43))
+    tokens[position] = -3
+    prefix = write_dataset(tmp_path / "negative", [tokens[:7], [], tokens[7:8], tokens[8:]], dtype)
+    document, first = next((d, f) for d, f, end in ((0, 0, 7), (2, 7, 8), (3, 8, 43)) if position < end)
+    fault = rf"token {position - first} of document {document} .*; token {position} of the file\) is -3"
+    with pytest.raises(DataError, match=fault):
+        NodeData(recipe_for(prefix), 0).check_tokens(lambda count: None)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lives=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), max_size=6)
+)
+def test_however_often_batch_and_ranks_change_each_sample_comes_once_and_in_order(prefix, lives):
+    """A life takes some steps with its own ranks, micro-batch and accumulation, from where the last one ended."""
+    done, seen = 0, []
+    for ranks, micro_batch, accumulation, steps in lives:
+        recipe = recipe_for(prefix, micro_batch_size=micro_batch, grad_accumulation=accumulation)
+        for _ in range(steps):
+            for rank in range(ranks):
+                data = NodeData(recipe, 0, rank, ranks)
+                seen += [row.tolist() for micro in range(accumulation) for row in data.batch(done, micro)]
+            done += data.samples_per_step
+    alone = NodeData(recipe_for(prefix), 0)
+    assert seen == [alone.sample(i).tolist() for i in range(done)]
+
+
+def test_what_tokenize_recorded_is_believed_of_its_own_file_alone(tmp_path):
+    prefix = write_dataset(tmp_path / "data", [list(range(43))])
+    data = NodeData(recipe_for(prefix, vocab_size=43), 0)
+    facts = {"fingerprint": fingerprint(tmp_path / "data.bin"), "smallest_token": 0, "largest_token": 42, "dtype": "x"}
+
+    def tokens_read(text):
+        (tmp_path / "data.json").write_text(text)
+        counts = []
+        data.check_tokens(counts.append)
+        return sum(counts)
+
+    assert tokens_read(json.dumps(facts)) == 0
+    for change in ({"fingerprint": "0" * 32}, {"largest_token": 43}, {"smallest_token": -1}, {"largest_token": None}):
+        assert tokens_read(json.dumps(facts | change)) == 43
+    for damaged in ("", "[]", "{", "[" * 100_000):
+        assert tokens_read(damaged) == 43
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, (64 << 20) + 1, 80 << 20])
+def test_a_fingerprint_knows_size_ends_and_other_text(tmp_path, size):
+    path = tmp_path / "x.bin"
+
+    def fingerprint_of(content):
+        content.tofile(path)
+        return fingerprint(path)
+
+    content, other = (np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for seed in (0, 1))
+    found = [fingerprint_of(content), fingerprint_of(np.append(content, np.uint8(0)))]
+    if size:
+        found += [fingerprint_of(other), fingerprint_of(np.append(content[:-1], content[-1] ^ 1))]
+    if size > 1:
+        found.append(fingerprint_of(np.append(content[0] ^ 1, content[1:])))
+    assert len(set(found)) == len(found)
+    assert fingerprint_of(content) == found[0]
 
 
 def test_too_little_data_for_a_node_is_an_error(tmp_path):
@@ -149,3 +221,8 @@ def test_a_dataset_is_known_wherever_it_lies_and_others_are_not(tmp_path):
     assert identity("b", documents) == mine
     assert identity("c", documents[::-1]) != mine
     assert identity("d", documents, sharding="own") != mine
+    other_text = identity("e", [list(range(1, 10)), list(range(8))])
+    assert other_text.index_sha256 == mine.index_sha256
+    assert not other_text.is_as_in(mine)
+    assert mine.is_as_in(replace(mine, contents=None))  # of an earlier version, which did not record it
+    assert not identity("f", documents[::-1]).is_as_in(replace(mine, contents=None))

@@ -18,13 +18,14 @@ from upcycle.sources import open_sources
 def text(tmp_path):
     """Write an indexed dataset of random tokens; returns its prefix."""
 
-    def make(count=600, vocab=103, name="text"):
+    def make(count=600, vocab=103, name="text", tokens=None):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         prefix = tmp_path / name
-        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-        tokens = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(5))
-        builder.add_document(tokens, [count])
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16 if tokens is None else np.int32)
+        if tokens is None:
+            tokens = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(5))
+        builder.add_document(tokens, [len(tokens)])
         builder.finalize(f"{prefix}.idx")
         return prefix
 
@@ -110,7 +111,13 @@ def test_texts_that_will_not_do(make_dense, text, tmp_path):
     src = make_dense()
     with pytest.raises(DataError, match="3 tokens to calibrate on are too few for 4 experts"):
         calibrated(src, text(3, name="short"), num_experts=4)
-    with pytest.raises(DataError, match=r"token id \d+ is outside model.vocab_size 103"):
+    with pytest.raises(
+        DataError, match=r"other\.bin: token \d+ of document \d+ .* model\.vocab_size 103 allows 0 to 102"
+    ):
         calibrated(src, text(vocab=500, name="other"))
+    tokens = torch.arange(600) % 103
+    tokens[7] = -5  # of a smaller integer type that overflowed
+    with pytest.raises(DataError, match=r"wrapped\.bin: token 7 of document 0 .* is -5"):
+        calibrated(src, text(tokens=tokens, name="wrapped"))
     with pytest.raises(DataError, match=r"nothing.idx: no such file"):
         calibrated(src, tmp_path / "nothing")
