@@ -1,5 +1,6 @@
 """Tokens at rest: a Megatron-Core indexed dataset (`PREFIX.bin`, `PREFIX.idx`), read as one stream."""
 
+import os
 import struct
 import warnings
 from collections.abc import Callable
@@ -37,13 +38,17 @@ class TokenStream:
             refuse_pointer(Path(f"{prefix}{suffix}"), DataError)
         _check_index(Path(f"{prefix}.idx"))
         try:
-            self._dataset = IndexedDataset(str(prefix))
+            self._dataset = IndexedDataset(str(prefix), mmap=False)  # a file that shrinks under a map is a SIGBUS
         except (AssertionError, ValueError, KeyError, struct.error) as e:
             raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
         index = self._index = self._dataset.index
         self._dtype = np.dtype(index.dtype)
         self.num_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
-        size = Path(f"{prefix}.bin").stat().st_size
+        try:
+            self._file = Path(f"{prefix}.bin").open("rb", buffering=0)  # noqa: SIM115 - closed with this object
+        except OSError as e:
+            raise DataError(f"{prefix}.bin: cannot read: {e.strerror}") from e
+        size = os.fstat(self._file.fileno()).st_size
         if size != self.num_tokens * self._dtype.itemsize:
             raise DataError(
                 f"{prefix}.bin: {size} bytes, but its index speaks of {self.num_tokens} tokens of "
@@ -51,10 +56,19 @@ class TokenStream:
             )
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens start..start+count-1, int64 [count]."""
-        reader = self._dataset.bin_reader
-        raw = reader.read(dtype=self._dtype.type, count=count, offset=start * self._dtype.itemsize)
-        return np.asarray(raw, dtype=np.int64)
+        """Tokens start..start+count-1, int64 [count]. Raises DataError: they cannot be read, or are not there."""
+        offset, size = start * self._dtype.itemsize, count * self._dtype.itemsize
+        parts: list[bytes] = []
+        while size:
+            try:
+                part = os.pread(self._file.fileno(), size, offset)
+            except OSError as e:
+                raise DataError(f"{self.prefix}.bin: cannot read at byte {offset}: {e.strerror}") from e
+            if not part:
+                raise DataError(f"{self.prefix}.bin: ends at byte {offset}: was it changed while it was in use?")
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return np.frombuffer(b"".join(parts), self._dtype).astype(np.int64)
 
     def read_below(self, start: int, count: int, vocab_size: int) -> Tokens:
         """As `read`. Raises DataError, naming document and position: a token id is not in 0..`vocab_size` - 1."""

@@ -1,6 +1,8 @@
 """Windows, their division between nodes and ranks, and their order."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -207,6 +209,18 @@ def test_a_dataset_that_is_missing_damaged_or_unnamed(tmp_path, prefix):
     (tmp_path / "data.idx").write_bytes(json.dumps({}).encode())
     with pytest.raises(DataError, match=r"data\.idx: not the index"):
         TokenStream(prefix)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_a_data_error(prefix):
+    """Under a memory map it is SIGBUS, which leaves no time to save what was trained."""
+    code = (
+        "import os, sys; from pathlib import Path; from spes_mega.layout.token_stream import TokenStream\n"
+        "stream = TokenStream(Path(sys.argv[1])); os.truncate(sys.argv[1] + '.bin', 0); stream.read(0, 5)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(prefix)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "DataError" in ended.stderr
+    assert "data.bin: ends at byte 0: was it changed while it was in use?" in ended.stderr
 
 
 def test_a_dataset_is_known_wherever_it_lies_and_others_are_not(tmp_path):
