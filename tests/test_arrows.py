@@ -13,7 +13,7 @@ ALLOWED = {
     "model": GROUND | {"layout"},
     "hub": GROUND | {"layout", "outer", "options"},
     "node": GROUND
-    | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays"},
+    | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays", "progress"},
     "tools": GROUND
     | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status"}
     | {"deepspeed_config", "options", "progress"},
