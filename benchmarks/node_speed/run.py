@@ -50,7 +50,8 @@ def main(rounds: int, micro_batch_size: int, dtype: str, small: bool, profile: b
 def _measure(recipe: Recipe, rounds: int, profile: bool) -> dict[str, Any]:
     from variants import ours, theirs, write_weights
 
-    from spes_mega.node.ranks import Ranks, process_group
+    from spes_mega.node.process_group import process_group
+    from spes_mega.node.ranks import Ranks
 
     experts = recipe.model.num_experts
     with tempfile.TemporaryDirectory() as temporary, process_group():

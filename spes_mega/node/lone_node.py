@@ -1,5 +1,7 @@
 """Training without a hub: from a checkpoint directory or the seed, to a checkpoint directory."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -39,11 +41,21 @@ class LoneNode:
         if self._init is None:
             weights.assign(weights.shapes, lambda name: initial_tensor(model, name, weights.shapes[name], seed))
             return 0
-        init = self._init
-        self._ranks.first(lambda: check_checkpoint(init, self._recipe))
-        with open_checkpoint(init) as source:
-            weights.assign(weights.shapes, source.read)
+        with ExitStack() as stack:
+            weights.assign(weights.shapes, self._open(self._init, stack))
         return 0
+
+    def _open(self, init: Path, stack: ExitStack) -> Callable[[str], torch.Tensor]:
+        """What reads the tensors of `init` on rank 0; machines of other ranks need not have it."""
+        read: Callable[[str], torch.Tensor] = _read_elsewhere
+
+        def open_here() -> None:
+            nonlocal read
+            check_checkpoint(init, self._recipe)
+            read = stack.enter_context(open_checkpoint(init)).read
+
+        self._ranks.first(open_here)
+        return read
 
     def _check_out(self) -> None:
         if (final := self._out / "final").exists():
@@ -95,6 +107,10 @@ def _check_complete(checkpoint: Checkpoint, shapes: Shapes) -> None:
             f"{checkpoint.path / WEIGHTS}: has no {missing[0]}, which a lone node needs: resume from another "
             "checkpoint, or begin anew with --resume never"
         )
+
+
+def _read_elsewhere(name: str) -> torch.Tensor:
+    raise AssertionError(f"only rank 0 reads {name}")
 
 
 def check_checkpoint(path: Path, recipe: Recipe) -> None:

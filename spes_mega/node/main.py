@@ -8,14 +8,18 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
+from spes_mega.node.lifelines import LostRankError
+from spes_mega.node.machines import compare_data, one_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.out_lock import lock_out
+from spes_mega.node.place import Place, take_place
 from spes_mega.node.reports import tell
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.output import outlive_output, standard_streams
@@ -28,21 +32,25 @@ def train(options: NodeOptions) -> None:
 
     Raises SpesError, the same on all ranks; Stopped after Ctrl-C or SIGTERM.
     """
+    place = take_place()
     recipe = load_recipe(options.recipe, options.overrides)
     check_node(recipe, options.node, options.hub)
-    _prepare_process()
-    from spes_mega.node.ranks import Ranks, process_group
+    _prepare_process(place)
+    from spes_mega.node.process_group import naming_both_ends, process_group
+    from spes_mega.node.ranks import Ranks
 
     stop = StopRequest()
     stop.install()
     stop_without_launcher()
-    with process_group():
-        spes = recipe.spes
-        ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 3 * spes.rpc_deadline_s)
-        _Node(recipe, options, ranks, stop).run()
+    spes = recipe.spes
+    with process_group(place, spes.join_deadline_s):
+        with naming_both_ends(place, spes.join_deadline_s):
+            ranks = Ranks(patience_s=spes.join_deadline_s + 2 * spes.round_deadline_s + 3 * spes.rpc_deadline_s)
+        with one_node(recipe, options, place, ranks, stop):
+            _Node(recipe, options, ranks, stop, place).run()
 
 
-def _prepare_process() -> None:
+def _prepare_process(place: Place) -> None:
     """Settings that must be made before torch and DeepSpeed are imported, or soon after."""
     import torch
 
@@ -50,7 +58,7 @@ def _prepare_process() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
     if "OMP_NUM_THREADS" not in os.environ:
         # each rank would take all cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
     # A CUDA build of torch says that there is a CUDA toolkit and no GPU; a node then is one on the CPU, which it says
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # DeepSpeed calls what the newest torch renames
@@ -61,10 +69,10 @@ def _prepare_process() -> None:
 class _Node:
     """One rank of a node, inside its process group."""
 
-    def __init__(self, recipe: Recipe, options: NodeOptions, ranks: Any, stop: StopRequest) -> None:
+    def __init__(self, recipe: Recipe, options: NodeOptions, ranks: Any, stop: StopRequest, place: Place) -> None:
         from spes_mega.node.metrics import ConsoleReport
 
-        self.recipe, self.options, self.ranks, self.stop = recipe, options, ranks, stop
+        self.recipe, self.options, self.ranks, self.stop, self.place = recipe, options, ranks, stop, place
         leads = self.ranks.leads
         self.report = ConsoleReport(options.node, recipe.train.steps, recipe.train.log_every) if leads else None
 
@@ -79,6 +87,8 @@ class _Node:
         data = self.ranks.agree(
             lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
         )
+        if self.ranks.where is not None:
+            self._compare_data(data)
         self.ranks.first(lambda: lock_out(self.options.out))
         self.ranks.first(lambda: self._check_tokens(data))
         with Resume(self.recipe, self.options, data, self.ranks, self.say) as resume, self._source() as source:
@@ -94,6 +104,16 @@ class _Node:
         with count_progress("check the token ids", data.stream.num_tokens, "tokens") as advance:
             data.check_tokens(seen)
 
+    def _compare_data(self, data: Any) -> None:
+        """Raise DataError, on all ranks: a machine has other training data than rank 0's."""
+
+        def read() -> Any:
+            identity = data.identity() if self.place.local_rank == 0 or self.ranks.leads else None
+            return identity and (self.place.host, asdict(identity), identity.text)
+
+        everyone = self.ranks.everyone(read)
+        self.ranks.first(lambda: compare_data(everyone))
+
     @contextmanager
     def _source(self) -> Iterator[Any]:
         if self.options.hub is None:
@@ -105,8 +125,14 @@ class _Node:
         from spes_mega.node.hub_node import HubNode
 
         client = None
-        access = self.ranks.agree(self.options.access)
-        if self.ranks.leads:
+        access = None
+
+        def read_access() -> None:  # only rank 0's machine needs keys
+            nonlocal access
+            access = self.options.access()
+
+        self.ranks.first(read_access)
+        if access is not None:
             client = HubClient.for_recipe(
                 self.recipe,
                 self.options.hub,
@@ -193,7 +219,8 @@ def main(run: Callable[..., Any] = command.main) -> None:
     try:
         run(standalone_mode=False)
     except (SpesError, Stopped) as e:
-        _end(str(e), e.exit_code, stopped=isinstance(e, Stopped), trace=getattr(e, "trace", ""))
+        lost = isinstance(e, LostRankError)
+        _end(str(e), e.exit_code, stopped=isinstance(e, Stopped), trace=getattr(e, "trace", ""), lost=lost)
     except click.ClickException as e:
         _end(e.format_message(), e.exit_code)
     except Exception as e:
@@ -204,8 +231,8 @@ def main(run: Callable[..., Any] = command.main) -> None:
     tell(code=0)
 
 
-def _end(message: str, exit_code: int, *, stopped: bool = False, trace: str = "") -> None:
-    reports = os.environ.get("RANK", "0") == "0"
+def _end(message: str, exit_code: int, *, stopped: bool = False, trace: str = "", lost: bool = False) -> None:
+    reports = os.environ.get("LOCAL_RANK" if lost else "RANK", "0") == "0"  # rank 0 may be the one that was lost
     if reports:
         click.echo(f"{trace}{message if stopped else f'error: {message}'}", err=True)
     tell(code=exit_code, message=message, trace=trace, shown=reports)

@@ -6,10 +6,8 @@ so that it works on hosts with and without GPUs, and while rank 0 waits for othe
 
 import datetime
 import json
-import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,6 +38,8 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience_s))
         on_gpu = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.where: str | None = None
+        """This machine's name, for errors of this rank; None if all ranks are on one machine."""
 
     @property
     def leads(self) -> bool:
@@ -48,6 +48,8 @@ class Ranks:
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank. If it fails on any, all ranks raise what the first of them raised."""
         result, report = _attempt(action)
+        if self.where is not None and report is not None and "message" in report:
+            report["message"] = f"{self.where} (rank {self.rank}): {report['message']}"
         failed = torch.tensor([0 if report is None else self.size - self.rank])
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if worst := int(failed.item()):
@@ -61,6 +63,15 @@ class Ranks:
         if answer[1] is not None:
             _raise(answer[1])
         return cast(T, result if self.leads else answer[0])
+
+    def everyone(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and give all their results, which must survive JSON, to all. Errors: `agree`."""
+        mine = torch.frombuffer(bytearray(json.dumps(self.agree(action)).encode()), dtype=torch.uint8)
+        sizes = [int(size.item()) for size in self.gather(torch.tensor([len(mine)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        rows = zip(self.gather(padded), sizes, strict=True)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
     def tensor(self, action: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         """Run `action` on rank 0 alone and give its fp32 tensor of `shape`, or its error, to all."""
@@ -98,7 +109,7 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The uint8 `values`, of one size, of every rank."""
+        """The `values`, of one size and dtype, of every rank."""
         everyone = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(everyone, values, group=self._group)
         return everyone
@@ -145,27 +156,3 @@ def _raise(report: Report) -> Any:
     if "signum" in report:
         raise Stopped(report["signum"])
     raise SharedError(report["message"], report["exit_code"], report.get("trace", ""))
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Join the process group of the node's ranks, as the deepspeed launcher describes it in the environment.
-
-    nccl where CUDA exists, else gloo. Raises SpesError: this process was not started by a launcher.
-    """
-    if missing := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
-        raise SpesError(f"{missing[0]} is not set: start this with `spes-mega launch` or the deepspeed launcher")
-    import deepspeed
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Its shared-memory all-reduce is for inference, and would be compiled (40 s, needs a compiler) at every
-    # first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)
-    try:
-        yield
-    except (SpesError, Stopped):  # what all ranks raise; after anything else others may not be there to say goodbye to
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from spes_mega.errors import SpesError
 from spes_mega.layout.names import expert_of
 from spes_mega.node.checkpoint import Checkpoint, CheckpointState, Identity, find_checkpoint, set_random_state
@@ -73,7 +75,7 @@ class Resume:
         assign_moments(model.engine, model.map.entries, self._ranks, self.steps(model.owned), checkpoint.moments)
         self._say_change(model.owned)
         round_ = source.start(model, checkpoint)
-        self._ranks.agree(self._restore_random_state)
+        self._restore_random_state()
         at = checkpoint.position
         if round_ != at.round or not source.resumes_rounds:
             self._say(
@@ -113,9 +115,21 @@ class Resume:
             self._say(f"owns other experts than in the checkpoint: moments of {kept} kept, of {ranges(new)} begin at 0")
 
     def _restore_random_state(self) -> None:
-        assert self._checkpoint is not None
-        if (state := self._checkpoint.random_state(self._ranks.rank)) is not None:
-            set_random_state(state)
+        """Each rank's own, of which only rank 0's machine has the file."""
+        checkpoint = self._checkpoint
+        assert checkpoint is not None
+
+        def read() -> list[list[int] | None]:
+            states = [checkpoint.random_state(rank) for rank in range(self._ranks.size)]
+            return [None if state is None else state.tolist() for state in states]
+
+        state = self._ranks.first(read)[self._ranks.rank]
+
+        def restore() -> None:
+            if state is not None:
+                set_random_state(torch.tensor(state, dtype=torch.uint8))
+
+        self._ranks.agree(restore)
 
     @contextmanager
     def saver(self, model: LocalModel, begin: Position, source: WeightSource) -> Iterator[Saver | None]:
@@ -133,7 +147,7 @@ class Resume:
         self._ranks.agree(lambda: AdamState(model.engine))
         saver = Saver(self._recipe, self._identity, self._data.samples_per_step, self._ranks, self._folder)
         self._ranks.first(self._shelf.sweep)
-        used, last = self._checkpoint is not None, self._last_of_ours()
+        used, last = self._checkpoint is not None, self._ranks.first(self._last_of_ours)
         # From elsewhere; or the steps in between come again, and what is known now must not be lost meanwhile.
         if used and (last < 0 or begin.step < last):
             saver.save(model, begin, source, keep_all=last < 0)

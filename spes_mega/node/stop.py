@@ -37,6 +37,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._error: BaseException | None = None
         self._raise_at_once = False
 
     def install(self) -> None:
@@ -44,9 +45,16 @@ class StopRequest:
         handle((signal.SIGINT, signal.SIGTERM), self._received)
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come."""
+        """Raise Stopped if a signal has come; what `abort` was given, if it was called."""
+        if self._error is not None:
+            raise self._error
         if self.signum is not None:
             raise Stopped(self.signum)
+
+    def abort(self, error: BaseException) -> None:
+        """From another thread: raise `error` in the main thread where that is interruptible, or comes to be."""
+        self._error = error
+        os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -73,7 +81,10 @@ class StopRequest:
 
     def _received(self, signum: int, frame: FrameType | None) -> None:
         # Launchers send a second signal after the first; only the first counts.
-        if self.signum is None:
+        if self._error is not None:
+            if self._raise_at_once:
+                raise self._error
+        elif self.signum is None:
             self.signum = signum
             if self._raise_at_once:
                 raise Stopped(signum)

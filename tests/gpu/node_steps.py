@@ -35,7 +35,8 @@ class OneBatch:
 
 def measure(recipe, owned):
     from spes_mega.node.local_model import LocalModel
-    from spes_mega.node.ranks import Ranks, process_group
+    from spes_mega.node.process_group import process_group
+    from spes_mega.node.ranks import Ranks
     from spes_mega.node.stop import StopRequest
     from spes_mega.node.trainer import Trainer
     from spes_mega.node.weight_source import Position

@@ -12,7 +12,8 @@ import torch
 from integration.zero_exactness import Case, equal, recipe_of, report, tokens_for
 from spes_mega.layout import expert_of
 from spes_mega.node.moments import Moments, assign_moments, collect_moments
-from spes_mega.node.ranks import Ranks, process_group
+from spes_mega.node.process_group import process_group
+from spes_mega.node.ranks import Ranks
 
 TRAIN = {"micro_batch_size": 2, "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0}
 

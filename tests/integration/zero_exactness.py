@@ -27,7 +27,8 @@ from spes_mega.model import forward_logits, language_model_loss, set_router_loss
 from spes_mega.model.config import DTYPES  # noqa: E402
 from spes_mega.node.hub_node import HubNode  # noqa: E402
 from spes_mega.node.local_model import LocalModel  # noqa: E402
-from spes_mega.node.ranks import Ranks, process_group  # noqa: E402
+from spes_mega.node.process_group import process_group  # noqa: E402
+from spes_mega.node.ranks import Ranks  # noqa: E402
 from spes_mega.node.stop import StopRequest  # noqa: E402
 from spes_mega.outer.ownership import ownership_of, pushed_names  # noqa: E402
 

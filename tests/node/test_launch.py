@@ -110,7 +110,7 @@ def test_an_error_is_reported_once_and_its_exit_code_is_that_of_every_rank(monke
 
 
 def test_without_a_launcher_the_node_says_how_to_start_it(monkeypatch, tmp_path):
-    from spes_mega.node.ranks import process_group
+    from spes_mega.node.process_group import process_group
 
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SpesError, match="RANK is not set: start this with `spes-mega launch`"), process_group():
