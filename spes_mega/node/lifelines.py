@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -49,13 +50,18 @@ class Lifelines:
         self._place, self._hosts, self._stop = place, hosts, stop
         self._peers = peers
         self._buffers = dict.fromkeys(peers, b"")
-        self._told_stop = self._closed = False
+        self._closed = False
         self._lost: str | None = None
         self._known = threading.Event()
         self._ended = threading.Event()
         self._selector = selectors.DefaultSelector()
         for rank, connection in peers.items():
             self._selector.register(connection, selectors.EVENT_READ, rank)
+        # Python calls handlers of signals only once a collective is over, which may wait for rank 0 for hours.
+        self._signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+        self._selector.register(self._signals, selectors.EVENT_READ, None)
         threading.Thread(target=self._watch, name="lifelines", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -72,6 +78,7 @@ class Lifelines:
         if not orderly:
             self._known.wait(_LATER_S)  # a connection may be found to have ended a little later than the collective
         self._closed = True
+        os.close(signal.set_wakeup_fd(-1))
         if self._lost is not None and not orderly:
             raise LostRankError(self._lost) from None
         for rank in self._peers if orderly else ():
@@ -79,12 +86,17 @@ class Lifelines:
         self._ended.set()
 
     def _watch(self) -> None:
-        while self._selector.get_map() and not self._closed:
+        while not self._closed:
             for key, _ in self._selector.select(timeout=0.5):
-                self._read(key.data)
-            if self._stop.signum is not None and not self._told_stop and self._place.rank:
-                self._told_stop = True
-                self._send(0, {"stop": int(self._stop.signum)})
+                if key.data is None:
+                    self._signalled(self._signals.recv(64))
+                else:
+                    self._read(key.data)
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in numbers:
+            if self._place.rank and self._lost is None and number in (signal.SIGINT, signal.SIGTERM):
+                self._send(0, {"stop": number})
 
     def _read(self, rank: int) -> None:
         try:
