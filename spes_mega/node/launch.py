@@ -11,7 +11,9 @@ import click
 
 from spes_mega.hub.access import exposed
 from spes_mega.node.checks import check_node, training_data
+from spes_mega.node.cluster import CLUSTER_KEYS, PORT, Cluster, cluster_options
 from spes_mega.node.options import NodeOptions, node_options
+from spes_mega.node.remote import RemoteProcesses
 from spes_mega.node.supervision import NodeProcesses
 from spes_mega.recipe import load_recipe
 from spes_mega.signals import handle
@@ -19,19 +21,27 @@ from spes_mega.signals import handle
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launcher_arguments(options: NodeOptions, ranks: int | None, port: int) -> list[str]:
-    """The `deepspeed` command line that starts a node's ranks on this machine."""
-    return [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",  # what the `deepspeed` script runs
-        "--log_level=critical",  # a rank has said what ended it
-        *_devices(ranks),
-        f"--master_port={port}",
-        "--module",
-        "spes_mega.node.monitor",
-        *options.arguments(),
-    ]
+RUNNER = [
+    sys.executable,
+    "-m",
+    "deepspeed.launcher.runner",  # what the `deepspeed` script runs
+    "--log_level=critical",  # a rank has said what ended it
+]
+
+
+def launcher_arguments(options: NodeOptions, ranks: int | None, port: int, cluster: Cluster | None = None) -> list[str]:
+    """The `deepspeed` command line that starts a node's ranks on this machine; of a `cluster`, those that are here."""
+    where = cluster.launcher_arguments(port) if cluster else [*_devices(ranks), f"--master_port={port}"]
+    return [*RUNNER, *where, "--module", "spes_mega.node.monitor", *options.arguments()]
+
+
+def remote_arguments(options: NodeOptions, port: int, cluster: Cluster, mark: str) -> list[str]:
+    """The `deepspeed` command line that starts a node's ranks on the machines of `cluster`, by ssh or srun."""
+    program = ["--module", "spes_mega.node.main"]
+    if cluster.launcher == "slurm":  # for which DeepSpeed knows no modules
+        program = [str(Path(__file__).with_name("main.py"))]
+    arguments = ["--mark", mark, *options.arguments()]
+    return [*RUNNER, *cluster.launcher_arguments(port), *program, *cluster.rank_arguments(arguments)]
 
 
 def _devices(ranks: int | None) -> list[str]:
@@ -63,19 +73,35 @@ def _environment() -> dict[str, str]:
 
 @click.command()
 @node_options
+@cluster_options
 @click.option("--ranks", type=click.IntRange(1), help="processes on this machine  [default: one a GPU, else 1]")
-@click.option("--port", type=click.IntRange(1, 65535), help="for the ranks among themselves  [default: a free one]")
+@click.option(
+    "--port",
+    "--master_port",
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    help=f"for the ranks among themselves  [default: a free one; {PORT} with --hostfile]",
+)
 def command(ranks: int | None, port: int | None, **options: Any) -> None:
     """Train as one node of the run that RECIPE describes."""
-    node = NodeOptions.of(options)
+    cluster = Cluster.of(options | {"ranks": ranks})
+    node = NodeOptions.of({key: value for key, value in options.items() if key not in CLUSTER_KEYS})
     recipe = load_recipe(node.recipe, node.overrides)  # the ranks check again; this one answers at once
     check_node(recipe, node.node, node.hub)
-    training_data(recipe)
-    if node.hub is not None:
+    remote = cluster is not None and cluster.machine is None
+    if not remote:
+        training_data(recipe)
+    if node.hub is not None and (cluster is None or cluster.leads):
         node.access()
         for warning in exposed(node.keys, node.token_file):
             click.echo(warning, err=True)
-    processes = NodeProcesses(launcher_arguments(node, ranks, port or free_port()), _environment())
+    processes: NodeProcesses | RemoteProcesses
+    if cluster is not None and remote:
+        processes = RemoteProcesses(sum(cluster.slots.values()), cluster.launcher)
+        processes.start(remote_arguments(node, port or PORT, cluster, processes.mark), _environment())
+    else:
+        port = port or (PORT if cluster else free_port())
+        processes = NodeProcesses(launcher_arguments(node, ranks, port, cluster), _environment())
     handle(STOP_SIGNALS, processes.stop)
     code, lines = processes.wait()
     for line in lines:

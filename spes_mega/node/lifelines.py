@@ -39,7 +39,7 @@ class LostRank(BaseException):
 
 
 class LostRankError(DeadlineError):
-    """Another rank of the node is gone; each machine that is left reports it."""
+    """Another rank of the node is gone or cannot be reached; each machine reports it for itself."""
 
 
 class Lifelines:

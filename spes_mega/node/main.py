@@ -20,7 +20,7 @@ from spes_mega.node.machines import compare_data, one_node
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.out_lock import lock_out
 from spes_mega.node.place import Place, take_place
-from spes_mega.node.reports import tell
+from spes_mega.node.reports import MARK_VARIABLE, tell
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.output import outlive_output, standard_streams
 from spes_mega.overlays import accept_overlays
@@ -204,8 +204,12 @@ def _describe(model: Any, ranks: Any) -> str:
 @click.command()
 @node_options
 @click.option("--local_rank", type=int, hidden=True, help="given by the deepspeed launcher")
-def command(local_rank: int | None, **options: Any) -> None:
-    """Train as one rank of one node of a run; started by the deepspeed launcher."""
+@click.option("--mark", hidden=True, help="given by `spes-mega launch` to ranks on other machines")
+def command(local_rank: int | None, mark: str | None, **options: Any) -> None:
+    """Train as one rank of one node of a run; started by the deepspeed launcher, torchrun or srun."""
+    if mark is not None:
+        os.environ[MARK_VARIABLE] = mark
+        take_place()
     train(NodeOptions.of(options))
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from spes_mega.errors import DeadlineError, SpesError
+from spes_mega.errors import SpesError
+from spes_mega.node.lifelines import LostRankError
 from spes_mega.node.place import Place, take_place
 from spes_mega.node.stop import Stopped
 
@@ -17,7 +18,7 @@ from spes_mega.node.stop import Stopped
 def process_group(place: Place | None = None, deadline_s: float = 1800.0) -> Iterator[None]:
     """Join the node's ranks, for which rank 0 waits `deadline_s` seconds, and which wait so long for it.
 
-    nccl where CUDA exists, else gloo. Raises SpesError: no launcher started this process, or DeadlineError: this rank
+    nccl where CUDA exists, else gloo. Raises SpesError: no launcher started this process, or LostRankError: this rank
     and rank 0 cannot reach each other.
     """
     place = place or take_place()
@@ -44,21 +45,21 @@ def process_group(place: Place | None = None, deadline_s: float = 1800.0) -> Ite
 
 @contextmanager
 def naming_both_ends(place: Place, deadline_s: float) -> Iterator[None]:
-    """Raise DeadlineError instead of what torch raises while ranks connect to each other."""
+    """Raise LostRankError instead of what torch raises while ranks connect to each other."""
     try:
         yield
     except (RuntimeError, ValueError) as e:  # those of torch.distributed among them
         raise _unreachable(place, e, deadline_s) from e
 
 
-def _unreachable(place: Place, error: Exception, deadline_s: float) -> DeadlineError:
+def _unreachable(place: Place, error: Exception, deadline_s: float) -> LostRankError:
     cause = str(error).splitlines()[0][:300]
     address = f"{place.master_addr}:{place.master_port}"
     if place.rank == 0:
         ends = f"{place.text} waited at {address} for the other {place.size - 1} ranks"
     else:
         ends = f"{place.text} cannot join rank 0 at {address}"
-    return DeadlineError(
+    return LostRankError(
         f"{ends} ({deadline_s:g} s, spes.join_deadline_s): {cause}. Are all machines of the node started, with the "
         "same MASTER_ADDR, an address of rank 0's machine that the others can reach? GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME choose the network interface (docs/operations.md)"

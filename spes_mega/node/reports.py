@@ -8,10 +8,13 @@ import os
 import secrets
 import socket
 import struct
+import sys
 from types import TracebackType
 from typing import Any, Self
 
 ADDRESS_VARIABLE = "SPES_MEGA_REPORTS"
+MARK_VARIABLE = "SPES_MEGA_REPORT_MARK"
+"""What begins a report on standard output, where `spes-mega launch` is on another machine (`remote`)."""
 
 _MAX_BYTES = 128 * 1024
 _MAX_TEXT = 32 * 1024
@@ -54,11 +57,15 @@ def tell(**report: Any) -> bool:
 
     Of a long text, such as a traceback, the end is sent.
     """
+    cut = {key: value[-_MAX_TEXT:] if isinstance(value, str) else value for key, value in report.items()}
+    message = json.dumps({"rank": int(os.environ.get("RANK", "0")), **cut}).encode()
+    if (mark := os.environ.get(MARK_VARIABLE)) is not None:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), mark.encode() + message + b"\n")
+        return True
     name = os.environ.get(ADDRESS_VARIABLE)
     if name is None:
         return False
-    cut = {key: value[-_MAX_TEXT:] if isinstance(value, str) else value for key, value in report.items()}
-    message = json.dumps({"rank": int(os.environ.get("RANK", "0")), **cut}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.settimeout(10)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from integration.processes import PYTHON, Process
+from integration.processes import COMMAND, PYTHON, Process
 
 _ENTER = 'hostname "$1"; mount -t tmpfs tmpfs "$2"; ip link set lo up; shift 2; exec "$@"'
 
@@ -49,6 +49,14 @@ class Machine:
         reach = ["--master-addr", master.address, "--master-port", port]
         module = ["-m", "spes_mega.node.main", self.recipe, "--out", self.folder / "out", *options]
         return self.start([*PYTHON, *torchrun, *reach, *module])
+
+    def launch(self, number, master, port, *options):
+        """Its part of a node under DeepSpeed's launcher, without ssh."""
+        hostfile = self.folder / "hostfile"
+        hostfile.write_text("# two machines\none slots=1\ntwo slots=1\n")
+        where = ["--hostfile", hostfile, "--no_ssh", "--node_rank", number, "--master_addr", master.address]
+        out = ["--out", self.folder / "out"]
+        return self.start([*COMMAND, "launch", self.recipe, *where, "--master_port", port, *out, *options])
 
     def srun(self, number, master, port, *options):
         """Its only task of a job step: the environment that srun makes on the second of two machines, or the first."""

@@ -1,8 +1,10 @@
 """One node of two machines that share nothing: the same training as on one, bit for bit, and one end for both."""
 
+import os
 import re
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from integration.machines import in_namespaces, on_loopback
-from integration.processes import COMMAND, launch
+from integration.processes import COMMAND, Process, launch
 from integration.test_lone_node import figures, weights
 from spes_mega.layout import CheckpointWriter, initial_tensor
 from spes_mega.layout.names import expected_tensors
@@ -84,7 +86,7 @@ def assert_equal(out, expected):
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("how", ["torchrun", "srun"])
+@pytest.mark.parametrize("how", ["launch", "torchrun", "srun"])
 def test_two_machines_train_what_one_does(node, machines, on_one_machine, how):
     for process in node(how):
         process.succeed()
@@ -93,7 +95,7 @@ def test_two_machines_train_what_one_does(node, machines, on_one_machine, how):
 
 
 def test_a_lost_machine_ends_the_node_with_its_name_and_it_resumes(node, machines, on_one_machine):
-    first, second = node("srun")
+    first, second = node("launch")
     first.wait_for("step 5/")
     for process in second.family():
         process.send_signal(signal.SIGKILL)
@@ -101,7 +103,7 @@ def test_a_lost_machine_ends_the_node_with_its_name_and_it_resumes(node, machine
     (line,) = re.findall(r"^error: .*", first.output, re.M)
     assert line.startswith(f"error: lost rank 1 on {machines[1].name}: ")
     assert "Traceback" not in first.output
-    first, second = node("torchrun")
+    first, second = node("launch")
     assert first.wait() == 0, first.output
     assert second.wait() == 0, second.output
     assert re.search("goes on after step [46],", first.output)
@@ -154,6 +156,17 @@ def test_missing_data_on_one_machine_are_named_with_it(node, machines):
     assert f"error: {machines[1].name} (rank 1): {machines[1].folder}/data.idx: no such file" in first.output
 
 
+def test_a_killed_rank_is_named_by_the_launchers_of_both_machines(node, machines):
+    first, second = node("launch")
+    first.wait_for("step 3/")
+    ranks = [process for process in second.family() if "spes_mega.node.main" in process.cmdline()]
+    ranks[0].send_signal(signal.SIGKILL)
+    assert (first.wait(), second.wait()) == (7, 137), first.output + second.output
+    assert re.findall(r"^error: (.*?):", first.output, re.M) == [f"lost rank 1 on {machines[1].name}"]
+    assert "error: rank 1 was killed by signal 9 (SIGKILL)" in second.output
+    assert "Traceback" not in first.output + second.output
+
+
 def test_another_recipe_on_one_machine_is_refused_with_the_field(node, machines):
     first, second = node("srun", options_of_second=("--set", "train.micro_batch_size=2"))
     assert first.wait() == second.wait() == 3, first.output
@@ -170,3 +183,65 @@ def test_a_rank_that_cannot_reach_the_first_names_both_ends(machines, recipe, da
     assert process.wait() == 7
     assert f"rank 1 on {machine.name} cannot join rank 0 at {machines[0].address}:" in process.output
     assert "GLOO_SOCKET_IFNAME" in process.output
+
+
+PDSH = """
+import subprocess, sys
+arguments = sys.argv[1:]
+hosts, fanout = arguments[arguments.index("-w") + 1].split(","), arguments.index("-w") + 2
+assert arguments[:3] == ["-S", "-f", "1024"], arguments
+command = " ".join(arguments[fanout:])  # as ssh does
+on = lambda k: command.replace("%%", "\\0").replace("%n", str(k)).replace("\\0", "%")
+run = [subprocess.Popen(["sh", "-c", on(k)]) for k in range(len(hosts))]
+sys.exit(max(abs(process.wait()) for process in run))
+"""
+SRUN = """
+import os, subprocess, sys
+arguments = sys.argv[1:]
+assert "--nodes=2" in arguments and "--ntasks-per-node=1" in arguments and "--nodelist=one,two" in arguments, arguments
+first = arguments.index(next(one for one in arguments if one.startswith("--export=ALL"))) + 1
+step = {"SLURM_STEP_NUM_TASKS": arguments[1], "SLURM_STEP_NODELIST": "localhost,two", "SLURM_JOB_ID": str(os.getpid())}
+step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
+task = lambda k: os.environ | step | {"SLURM_PROCID": str(k), "SLURM_NODEID": str(k)}
+run = [subprocess.Popen(arguments[first:], env=task(k)) for k in range(int(arguments[1]))]
+sys.exit(max(abs(process.wait()) for process in run))
+"""
+
+
+@pytest.fixture
+def from_here(tmp_path, recipe, init, running):
+    """Starts a node whose machines are reached by stand-ins for pdsh and srun, which run everything here."""
+    for name, program in (("pdsh", PDSH), ("srun", SRUN), ("sinfo", "")):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{program}")
+        (tmp_path / name).chmod(0o755)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=1\ntwo slots=1\n")
+
+    def start(launcher, *options):
+        where = ["--hostfile", hostfile, "--launcher", launcher, "--master_addr", "127.0.0.1", "--port", free_port()]
+        command = [*COMMAND, "launch", recipe, *where, "--out", tmp_path / "an out", "--init", init, *options]
+        return running(Process(command, PATH=f"{tmp_path}:{os.environ['PATH']}"))
+
+    return start
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "slurm"])
+def test_machines_of_a_hostfile_are_started_from_one(from_here, on_one_machine, tmp_path, launcher):
+    from_here(launcher).succeed()
+    assert_equal(tmp_path / "an out", on_one_machine)
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "slurm"])
+def test_a_killed_pdsh_or_srun_is_no_success_and_an_error_keeps_its_exit_code(from_here, launcher):
+    refused = from_here(launcher, "--set", "data.train=/nowhere/$HOME data%n")
+    assert refused.wait() == 5, refused.output
+    assert "/nowhere/$HOME data%n.idx: no such file" in refused.output
+    node = from_here(launcher)
+    node.wait_for("step 3/")
+    for process in node.family():
+        if process.name() in ("pdsh", "srun") or "pdsh" in " ".join(process.cmdline()[1:2]):
+            process.send_signal(signal.SIGKILL)
+    for process in node.family()[1:]:
+        if "spes_mega.node.main" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGKILL)
+    assert node.wait() != 0
