@@ -3,10 +3,10 @@
 import json
 import secrets
 import subprocess
-import sys
 import time
 from types import FrameType
 
+import click
 import psutil  # type: ignore[import-untyped]
 
 from spes_mega.node.verdict import NodeEnd, RankEnd
@@ -40,12 +40,11 @@ class RemoteProcesses:
         """Pass output on until its end; returns the node's exit code, and the lines that say why."""
         assert self._runner.stdout is not None
         for line in self._runner.stdout:
-            _, marked, report = line.partition(self.mark.encode())
+            _, marked, report = line.partition(self.mark.encode() + b"{")  # DeepSpeed prints command lines, too
             if marked:
-                self._note(report)
+                self._note(b"{" + report)
             else:
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
+                click.echo(line.decode(errors="replace"), nl=False)
         status = self._runner.wait()
         end = NodeEnd(self._ends.values(), self._expected, status, self._stopped_by, self._stopped_at)
         return end.verdict()

@@ -60,8 +60,10 @@ def tell(**report: Any) -> bool:
     cut = {key: value[-_MAX_TEXT:] if isinstance(value, str) else value for key, value in report.items()}
     message = json.dumps({"rank": int(os.environ.get("RANK", "0")), **cut}).encode()
     if (mark := os.environ.get(MARK_VARIABLE)) is not None:
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), mark.encode() + message + b"\n")
+        try:
+            os.write(sys.stdout.fileno(), mark.encode() + message + b"\n")
+        except OSError:
+            return False
         return True
     name = os.environ.get(ADDRESS_VARIABLE)
     if name is None:
