@@ -57,6 +57,12 @@ class Cluster:
         """Whether this machine has rank 0, so far as is known here: which alone needs keys."""
         return self.machine == 0
 
+    @property
+    def ranks_here(self) -> int:
+        """Number of ranks on this machine, which starts its own."""
+        assert self.machine is not None, "all machines are started from here"
+        return list(self.slots.values())[self.machine]
+
     def launcher_arguments(self, port: int) -> list[str]:
         """Options of DeepSpeed's runner."""
         where = [f"--hostfile={self.hostfile}", f"--master_addr={self.master_addr}", f"--master_port={port}"]

@@ -28,6 +28,7 @@ class HubNode:
     """A `WeightSource` that synchronizes with a hub; all of it runs on all ranks, and rank 0 does the talking."""
 
     resumes_rounds = True
+    keeps_result = False
     _max_lead = 0
     """Rounds that a node can be ahead of the hub."""
 

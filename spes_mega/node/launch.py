@@ -1,6 +1,8 @@
 """`spes-mega launch`: one node of a run under the `deepspeed` launcher, on this machine."""
 
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,12 +14,15 @@ import click
 from spes_mega.hub.access import exposed
 from spes_mega.node.checks import check_node, training_data
 from spes_mega.node.cluster import CLUSTER_KEYS, PORT, Cluster, cluster_options
+from spes_mega.node.devices import VARIABLE, Devices, devices_of, has_gpus
+from spes_mega.node.monitor import RANK_ENVIRONMENT
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.remote import RemoteProcesses
 from spes_mega.node.supervision import NodeProcesses
 from spes_mega.recipe import load_recipe
 from spes_mega.signals import handle
 
+_FOREIGN = re.compile(r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|(WORLD_)?SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -29,9 +34,11 @@ RUNNER = [
 ]
 
 
-def launcher_arguments(options: NodeOptions, ranks: int | None, port: int, cluster: Cluster | None = None) -> list[str]:
+def launcher_arguments(options: NodeOptions, ranks: int, port: int, cluster: Cluster | None = None) -> list[str]:
     """The `deepspeed` command line that starts a node's ranks on this machine; of a `cluster`, those that are here."""
-    where = cluster.launcher_arguments(port) if cluster else [*_devices(ranks), f"--master_port={port}"]
+    # without a hostfile DeepSpeed would take hosts from /job/hostfile, where there is one
+    here = [f"--hostfile={os.devnull}", f"--num_gpus={ranks}", f"--master_port={port}"]
+    where = cluster.launcher_arguments(port) if cluster else here
     return [*RUNNER, *where, "--module", "spes_mega.node.monitor", *options.arguments()]
 
 
@@ -44,16 +51,6 @@ def remote_arguments(options: NodeOptions, port: int, cluster: Cluster, mark: st
     return [*RUNNER, *cluster.launcher_arguments(port), *program, *cluster.rank_arguments(arguments)]
 
 
-def _devices(ranks: int | None) -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible:
-        # with --num_gpus the launcher would forget which devices are meant
-        return [f"--include=localhost:{','.join(visible.split(',')[:ranks])}"]
-    if ranks is None and any(Path("/dev").glob("nvidia[0-9]*")):
-        return []  # all GPUs
-    return [f"--num_gpus={ranks or 1}"]
-
-
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on, so that several nodes can share a machine."""
     with socket.socket() as probe:
@@ -63,10 +60,34 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    env = dict(os.environ)
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        env.setdefault("DS_ACCELERATOR", "cpu")
+    """Ours without what another launcher has left there, and without what Python and DeepSpeed read by themselves."""
+    env = {name: value for name, value in os.environ.items() if not _FOREIGN.fullmatch(name)}
+    return env | {
+        "DS_ENV_FILE": os.devnull,  # or DeepSpeed takes variables from .deepspeed_env, here or in the home directory
+        "PYTHONSAFEPATH": "1",  # or modules in the current folder take the place of those that are meant
+    }
+
+
+def launcher_environment(devices: Devices) -> dict[str, str]:
+    """Of the launcher of ranks on this machine.
+
+    It takes numbers of devices only: it counts ranks on a CPU, and each rank gets its devices from its monitor.
+    """
+    env = _environment()
+    env.pop(VARIABLE, None)
+    if not devices.visible:
         # threads that spin while they wait slow several nodes on one machine down many times
+        env.setdefault("OMP_WAIT_POLICY", "passive")
+    accelerator = env.get("DS_ACCELERATOR", None if devices.visible else "cpu")
+    own = {VARIABLE: devices.visible, "DS_ACCELERATOR": accelerator}
+    return env | {RANK_ENVIRONMENT: json.dumps(own), "DS_ACCELERATOR": "cpu"}
+
+
+def remote_environment() -> dict[str, str]:
+    """Of the launcher of ranks on other machines, to which it passes some of it on."""
+    env = _environment()
+    if not has_gpus():
+        env.setdefault("DS_ACCELERATOR", "cpu")
         env.setdefault("OMP_WAIT_POLICY", "passive")
     return env
 
@@ -96,12 +117,14 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
         for warning in exposed(node.keys, node.token_file):
             click.echo(warning, err=True)
     processes: NodeProcesses | RemoteProcesses
-    if cluster is not None and remote:
+    if cluster is not None and cluster.machine is None:
         processes = RemoteProcesses(sum(cluster.slots.values()), cluster.launcher)
-        processes.start(remote_arguments(node, port or PORT, cluster, processes.mark), _environment())
+        processes.start(remote_arguments(node, port or PORT, cluster, processes.mark), remote_environment())
     else:
+        devices = devices_of(cluster.ranks_here if cluster else ranks)
         port = port or (PORT if cluster else free_port())
-        processes = NodeProcesses(launcher_arguments(node, ranks, port, cluster), _environment())
+        arguments = launcher_arguments(node, devices.ranks, port, cluster)
+        processes = NodeProcesses(arguments, launcher_environment(devices))
     handle(STOP_SIGNALS, processes.stop)
     code, lines = processes.wait()
     for line in lines:

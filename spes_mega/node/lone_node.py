@@ -1,13 +1,16 @@
 """Training without a hub: from a checkpoint directory or the seed, to a checkpoint directory."""
 
+import math
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from spes_mega.errors import CheckpointError, SpesError
+from spes_mega.errors import CheckpointError, NoSpaceError, SpesError
 from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
+from spes_mega.layout.names import expected_tensors
 from spes_mega.node.checkpoint import WEIGHTS, Checkpoint
 from spes_mega.node.ranks import Ranks
 from spes_mega.node.weight_source import Traffic
@@ -22,6 +25,7 @@ class LoneNode:
         self._recipe, self._ranks, self._out, self._init = recipe, ranks, out, init
 
     resumes_rounds = True
+    keeps_result = True
 
     @property
     def result(self) -> str:
@@ -32,8 +36,10 @@ class LoneNode:
         return tuple(range(self._recipe.model.num_experts))
 
     def start(self, weights: NodeWeights, checkpoint: Checkpoint | None = None) -> int:
-        """Raises CheckpointError: OUT holds a result already, or a checkpoint or `init` is not the recipe's model."""
+        """Raises CheckpointError: OUT holds a result or has no room, or `init` or a checkpoint does not fit."""
         self._ranks.first(self._check_out)
+        if (init := self._init) is not None:
+            self._ranks.first(lambda: check_checkpoint(init, self._recipe))
         if checkpoint is not None:
             self._ranks.first(lambda: _check_complete(checkpoint, weights.shapes))
             return checkpoint.position.round
@@ -51,7 +57,6 @@ class LoneNode:
 
         def open_here() -> None:
             nonlocal read
-            check_checkpoint(init, self._recipe)
             read = stack.enter_context(open_checkpoint(init)).read
 
         self._ranks.first(open_here)
@@ -60,6 +65,13 @@ class LoneNode:
     def _check_out(self) -> None:
         if (final := self._out / "final").exists():
             raise CheckpointError(f"{final}: an earlier run's result is there: choose another --out, or remove it")
+        needed = sum(4 * math.prod(shape) for shape in expected_tensors(self._recipe.model).values())
+        existing = next(path for path in final.absolute().parents if path.exists())
+        if (free := shutil.disk_usage(existing).free) < needed:
+            raise NoSpaceError(
+                f"{final}: the model that training ends with needs {needed:,} bytes of disk space, {free:,} are free: "
+                "make room, or choose another --out"
+            )
 
     def save_residual(self, path: Path) -> None:
         """Nothing is pushed, and nothing lost."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spes_mega.errors import DataError, DeadlineError, SpesError
+from spes_mega.errors import CheckpointError, DataError, DeadlineError, SpesError
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
 from spes_mega.node.saver import Saver
@@ -52,7 +52,34 @@ class NodeRun:
             if e.exit_code in _LEAVES_WEIGHTS_AS_THEY_WERE:
                 self._save()
             raise
-        self.source.finish(self.weights)
+        self._finish()
+
+    def _finish(self) -> None:
+        """What the source writes may fail, by a full disk for one: the last step is safe before it tries."""
+        saved = self.source.keeps_result and self._save_the_last()
+        try:
+            self.source.finish(self.weights)
+        except SpesError as e:
+            if saved and e.exit_code == CheckpointError.exit_code:
+                e.args = (f"{e}. The last step is in a checkpoint: mend that and start the same command again",)
+            raise
+
+    def _save_the_last(self) -> bool:
+        """Whether a checkpoint of the last step is on the disk.
+
+        Where there is no room for one, there may still be some for the result.
+        """
+        if self.saver is None:
+            return False
+        try:
+            self._save()
+            self.saver.close()
+        except SpesError as e:
+            if e.exit_code != CheckpointError.exit_code:
+                raise
+            self.saver.discard()
+            return False
+        return True
 
     def _round(self) -> None:
         """Train what is left of the open round, and exchange."""

@@ -110,3 +110,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the last checkpoint. Raises CheckpointError, on all ranks: it could not be written."""
         self._ranks.first(self._wait)
+
+    def discard(self) -> None:
+        """Delete a checkpoint that could not be written whole."""
+        self._ranks.first(self._shelf.sweep)

@@ -55,6 +55,10 @@ class WeightSource(Protocol):
     def resumes_rounds(self) -> bool:
         """Whether a node can go on in the midst of a round from what it held there."""
 
+    @property
+    def keeps_result(self) -> bool:
+        """Whether `finish` writes the trained model."""
+
     def save_residual(self, path: Path) -> int | None:
         """On rank 0: write what pushes lost so far; returns the round whose push it belongs into.
 

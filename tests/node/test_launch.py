@@ -1,5 +1,6 @@
 """From options to the launcher's command line, and what is refused before anything starts."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import yaml
 from spes_mega.errors import RecipeError, SpesError
 from spes_mega.node import main as main_module
 from spes_mega.node.checks import check_node
-from spes_mega.node.launch import free_port, launcher_arguments
+from spes_mega.node.devices import Devices
+from spes_mega.node.launch import free_port, launcher_arguments, launcher_environment
+from spes_mega.node.monitor import RANK_ENVIRONMENT
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.overlays import accept_overlays
 from spes_mega.recipe import Recipe, load_recipe
@@ -65,18 +68,36 @@ def test_init_with_a_hub_is_refused():
         parse("r.yaml", "--hub", "h:1", "--init", "dir")
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "expected"),
-    [(None, None, "--num_gpus=1"), (None, 2, "--num_gpus=2"), ("4,6,7", 2, "--include=localhost:4,6")],
-)
-def test_the_launcher_gets_ranks_devices_and_a_port_of_its_own(monkeypatch, visible, ranks, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
-    arguments = launcher_arguments(parse("r.yaml"), ranks, 1234)
+def test_the_launcher_starts_monitors_on_this_machine_alone():
+    arguments = launcher_arguments(parse("r.yaml"), 2, 1234)
     assert arguments[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
-    assert expected in arguments
-    assert "--master_port=1234" in arguments
+    assert {"--num_gpus=2", "--master_port=1234", "--hostfile=/dev/null"} < set(arguments)
     assert arguments[arguments.index("--module") + 1 :][:2] == ["spes_mega.node.monitor", "r.yaml"]
+
+
+def test_deepspeed_reads_no_hostfile():
+    from deepspeed.launcher import runner
+
+    parsed = runner.parse_args(launcher_arguments(parse("r.yaml"), 2, 1234)[3:])
+    assert (parsed.hostfile, parsed.num_gpus) == ("/dev/null", 2)
+    assert runner.fetch_hostfile(parsed.hostfile) is None
+
+
+def test_what_another_launcher_left_in_the_environment_does_not_reach_this_one(monkeypatch):
+    left = {
+        "RANK": "3",
+        "LOCAL_SIZE": "x",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "h",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in (left | {"CUDA_VISIBLE_DEVICES": "7", "NCCL_DEBUG": "WARN", "DS_ACCELERATOR": "cuda"}).items():
+        monkeypatch.setenv(name, value)
+    env = launcher_environment(Devices("GPU-7", 1))
+    assert not left.keys() & env.keys()
+    assert (env["NCCL_DEBUG"], env["PYTHONSAFEPATH"], env["DS_ENV_FILE"]) == ("WARN", "1", "/dev/null")
+    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert json.loads(env[RANK_ENVIRONMENT]) == {"CUDA_VISIBLE_DEVICES": "GPU-7", "DS_ACCELERATOR": "cuda"}
 
 
 def test_free_ports_differ():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_mega.errors import DataError, DeadlineError, SpesError
+from spes_mega.errors import CheckpointError, DataError, DeadlineError, SpesError
 from spes_mega.node.loop import NodeRun
 from spes_mega.node.metrics import MetricsFile, StepMetrics
 from spes_mega.node.stop import Stopped
@@ -23,6 +23,7 @@ class Notes:
     """Trainer and weight source at once."""
 
     tokens_per_step = 10
+    keeps_result = False
 
     def __init__(self, next_rounds=None, loss=1.0, stop_at=None, grad_norm=1.0, error=None):
         self.stop_at, self.grad_norm, self.error, self.samples = stop_at, grad_norm, error or Stopped(15), []
@@ -173,3 +174,48 @@ def test_samples_follow_one_another_whatever_rounds_others_closed_meanwhile(tmp_
     notes = Notes(next_rounds={0: 2})
     run(tmp_path, notes)
     assert notes.samples == [50, 53, 56]
+
+
+class Result(Notes):
+    """A source that writes the trained model, and a saver; either may find the disk full."""
+
+    keeps_result = True
+
+    def __init__(self, *full):
+        super().__init__()
+        self.full = full
+
+    def finish(self, weights):
+        super().finish(weights)
+        self._write("finish")
+
+    def save(self, model, at, source):
+        super().save(model, at, source)
+        self._write("save")
+
+    def close(self):
+        self.events.append("durable")
+
+    def discard(self):
+        self.events.append("discard")
+
+    def _write(self, what):
+        if what in self.full:
+            raise CheckpointError("disk full")
+
+
+def test_the_last_step_is_in_a_checkpoint_before_the_result_is_written(tmp_path):
+    notes = Result("finish")
+    with pytest.raises(CheckpointError, match=r"disk full\. The last step is in a checkpoint: "):
+        run(tmp_path, notes)
+    assert notes.events[-3:] == ["save 3 5 0", "durable", "finish"]
+
+
+def test_without_room_for_a_checkpoint_the_result_is_written_all_the_same(tmp_path):
+    notes = Result("save")
+    run(tmp_path, notes)
+    assert notes.events[-3:] == ["save 3 5 0", "discard", "finish"]
+    hopeless = Result("save", "finish")
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path, hopeless)
+    assert str(error.value) == "disk full"

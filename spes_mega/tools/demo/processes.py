@@ -25,7 +25,7 @@ class Command:
         # two processes on two cores are fastest when each keeps to its own
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "spes_mega.cli", *arguments],
+            [sys.executable, "-P", "-m", "spes_mega.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
