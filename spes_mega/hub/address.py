@@ -65,10 +65,28 @@ def own_addresses(listen: str) -> list[str]:
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in own]
 
 
+def check_free(address: str) -> None:
+    """Raise OSError if somebody listens at `address` (IP:PORT), or, if it stands for all addresses, at one of them.
+
+    gRPC listens at what is left of `[::]`, such as IPv4 alone, without a word.
+    """
+    host, port = host_port(address, "--listen", 0)
+    _bind(host, port)
+
+
 def _is_own(ip: str) -> bool:
     try:
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-            probe.bind((ip, 0))
+        _bind(ip, 0)
     except OSError:
         return False
     return True
+
+
+def _bind(ip: str, port: int) -> None:
+    """Bind to an address and give it back; `::` has those of IPv4 too. Raise OSError."""
+    v6 = ":" in ip
+    with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: connections that linger do not matter
+        if v6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(ip != "::"))
+        probe.bind((ip, port))

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from spes_mega.errors import AccessError, SpesError, StoreError
-from spes_mega.hub.address import own_addresses
+from spes_mega.hub.address import check_free, own_addresses
 from spes_mega.hub.admission import Admission
 from spes_mega.hub.connections import Connections, most_connections, raise_open_files
 from spes_mega.hub.console import Console
@@ -88,12 +88,13 @@ class HubServer:
             host, _, port = listen.rpartition(":")
             for own in own_addresses(listen):  # gRPC is content with one of those that a name has
                 address = f"{own.rpartition(':')[0]}:{port}"
+                check_free(address)
                 port = str(
                     self._server.add_insecure_port(address)
                     if credentials is None
                     else self._server.add_secure_port(address, credentials)
                 )
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:
             raise AccessError(f"--listen {listen}: cannot listen there: is the port in use? ({address})") from e
         return f"{host}:{port}"
 

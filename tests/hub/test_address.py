@@ -57,6 +57,14 @@ def test_localhost_where_another_hub_has_the_loopback_address():
         bind(f"localhost:{other.address.rpartition(':')[2]}")
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("taken", ["[::1]:0", "127.0.0.1:0", "127.0.0.2:0"])
+def test_all_addresses_where_another_hub_has_one_of_them(taken):
+    other = bind(taken)
+    with pytest.raises(AccessError, match="cannot listen there: is the port in use"):
+        bind(f"[::]:{other.address.rpartition(':')[2]}")
+
+
 def test_a_host_that_is_not_this_machine_is_refused():
     with pytest.raises(AccessError, match=r"192\.0\.2\.1 is no address of this machine"):
         own_addresses("192.0.2.1:7070")

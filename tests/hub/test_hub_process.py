@@ -3,13 +3,14 @@
 import json
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from hub.fabricated import assert_same, fabricate, next_state, pull, push, raw_recipe, read_state
+from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
 from hub.process import TOKEN, free_port
 from spes_mega.tools.status import command as status_command
 
@@ -84,6 +85,27 @@ def test_signals_stop_it_cleanly(start_process, tmp_path, number):
         "run.json",
     ]
     client.close()
+
+
+def test_one_that_was_stopped_past_the_deadline_takes_a_push_that_waited(start_process, connect):
+    hub = start_process(raw_recipe(round_deadline_s=6, rpc_deadline_s=6, min_nodes=1))
+    patient = make_recipe(min_nodes=1)  # deadlines are each side's own
+    zero, one = (connect(hub, node, recipe=patient, token=TOKEN) for node in (0, 1))
+    for client in (zero, one):
+        client.join()
+    before = pull(zero)[1]
+    pushes = {node: fabricate(hub.recipe, node, 0) for node in (0, 1)}
+    push(zero, 0, pushes[0])
+    with ThreadPoolExecutor() as pool:
+        hub.process.send_signal(signal.SIGSTOP)
+        try:
+            pushing = pool.submit(push, one, 0, pushes[1])
+            time.sleep(8)
+        finally:
+            hub.process.send_signal(signal.SIGCONT)
+        pushing.result(timeout=60)  # without it, the push of node 0 would suffice
+    assert zero.wait_round(1) == 1
+    assert_same(pull(zero)[1], next_state(hub.recipe, before, pushes))
 
 
 def test_status_and_deadlines_from_the_command_line(start_process, monkeypatch):

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import xxhash
 
 from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, read_state
 from hub.relay import Relay
@@ -23,7 +24,13 @@ def damage(state):
     path.write_bytes(content)
 
 
-def two_rounds(recipe, start_hub, state, *, damaged):
+def name_as_before(state):
+    """Give a push the name that hubs gave it whose checksums were of all bytes at once."""
+    (path,) = (state / "pushes").rglob("node-000-*.safetensors")
+    path.rename(path.with_name(f"node-000-{xxhash.xxh3_64_hexdigest(path.read_bytes())}.safetensors"))
+
+
+def two_rounds(recipe, start_hub, state, damage=None):
     """What node 0 said, and the states that two rounds give; the hub is started again in the first one."""
     hub, said = start_hub(recipe, state), []
     line = Relay(hub.address)
@@ -40,7 +47,7 @@ def two_rounds(recipe, start_hub, state, *, damaged):
             waiting = pool.submit(zero.wait_round, round_ + 1)
             if round_ == 0:
                 hub.stop()
-                if damaged:
+                if damage is not None:
                     damage(state)
                 hub = start_hub(recipe, state)
                 line.target = hub.address
@@ -51,17 +58,18 @@ def two_rounds(recipe, start_hub, state, *, damaged):
                 client.wait_round(round_ + 1)
                 client.pull(round_).close()
         rejected = [rejection["reason"] for rejection in zero.status()["rejected"]]
-    assert ["damaged on the hub" in reason for reason in rejected] == [True] * damaged
+    assert ["damaged on the hub" in reason for reason in rejected] == [True] * (damage is not None)
     return said, [read_state(state / f"rounds/00000{round_}") for round_ in (1, 2)]
 
 
+@pytest.mark.parametrize("damage", [damage, name_as_before])
 @pytest.mark.parametrize("wire", ["fp32", {"up": "int8", "down": "bf16"}])
-def test_the_node_that_waits_sends_it_again_as_if_nothing_had_happened(start_hub, tmp_path, wire):
+def test_the_node_that_waits_sends_it_again_as_if_nothing_had_happened(start_hub, tmp_path, wire, damage):
     recipe = make_recipe(wire=wire)
-    said, states = two_rounds(recipe, start_hub, tmp_path / "damaged", damaged=True)
+    said, states = two_rounds(recipe, start_hub, tmp_path / "damaged", damage)
     (line,) = said
     assert line.endswith("it has lost this node's push for round 0; sending it again")
-    undisturbed, expected = two_rounds(recipe, start_hub, tmp_path / "whole", damaged=False)
+    undisturbed, expected = two_rounds(recipe, start_hub, tmp_path / "whole")
     assert undisturbed == []
     for found, wanted in zip(states, expected, strict=True):
         assert_same(found, wanted)
