@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from spes_mega.errors import CheckpointError, RecipeError
 from spes_mega.layout import EXPERT_MATRICES, FAMILIES, MOE_OF, dense_name, expected_tensors, expert_of
@@ -11,6 +12,7 @@ from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.optional_parts import check_holds, optional_part, shared_expert_width
 from spes_mega.layout.safetensors_format import byte_count
 from spes_mega.recipe import ModelSection, UpcycleSection
+from spes_mega.validation import explain
 from upcycle.layers import moe_layers
 from upcycle.methods import METHODS, Method
 from upcycle.sources import Sources
@@ -119,19 +121,20 @@ def _result(source: ModelSection, to: str, settings: UpcycleSection) -> ModelSec
             f"are dense; use moe_layers all{', or to ' + ' or '.join(able) if able else ''}"
         )
     assert source.ffn_hidden_size is not None, "a dense model has that width"
-    return ModelSection.model_validate(
-        source.model_dump(exclude={"ffn_hidden_size"})
-        | {
-            "family": to,
-            "shared_expert_hidden_size": shared_expert_width(source, to),
-            "num_experts": method.num_experts(settings),
-            "top_k": method.top_k(settings),
-            "expert_hidden_size": method.expert_width(source.ffn_hidden_size, settings),
-            "norm_topk_prob": True,
-            "dense_layers": dense_layers,
-            "ffn_hidden_size": source.ffn_hidden_size if dense_layers else None,
-        }
-    )
+    fields = source.model_dump(exclude={"ffn_hidden_size"}) | {
+        "family": to,
+        "shared_expert_hidden_size": shared_expert_width(source, to),
+        "num_experts": method.num_experts(settings),
+        "top_k": method.top_k(settings),
+        "expert_hidden_size": method.expert_width(source.ffn_hidden_size, settings),
+        "norm_topk_prob": True,
+        "dense_layers": dense_layers,
+        "ffn_hidden_size": source.ffn_hidden_size if dense_layers else None,
+    }
+    try:
+        return ModelSection.model_validate(fields)
+    except ValidationError as e:
+        raise RecipeError("\n".join(explain("the model that these settings make", e, ModelSection))) from e
 
 
 def _rounding(

@@ -5,6 +5,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ _AT_ONCE = 16 << 20
 """Tokens that a pass over a whole dataset reads at a time."""
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents
-_MAGIC, _VERSION, _CODES = b"MMIDIDX\x00\x00", 1, range(1, 9)
+_MAGIC, _VERSION, _CODES, _FLOAT_CODES = b"MMIDIDX\x00\x00", 1, range(1, 9), (6, 7)
+_SEQUENCES_AT_ONCE = 1 << 20
 
 
 class TokenStream:
@@ -43,6 +45,7 @@ class TokenStream:
             raise DataError(f"{prefix}.idx: not the index of a Megatron-Core dataset: {e}") from e
         index = self._index = self._dataset.index
         self._dtype = np.dtype(index.dtype)
+        _check_order(Path(f"{prefix}.idx"), index, self._dtype.itemsize)
         self.num_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
         try:
             self._file = Path(f"{prefix}.bin").open("rb", buffering=0)  # noqa: SIM115 - closed with this object
@@ -110,7 +113,32 @@ def _check_index(path: Path) -> None:
     if len(header) == _INDEX.size:
         magic, version, code, sequences, documents = _INDEX.unpack(header)
         if magic == _MAGIC and version == _VERSION and code in _CODES:
-            if size >= _INDEX.size + sequences * (4 + 8) + documents * 8:
+            if code in _FLOAT_CODES:
+                raise DataError(f"{path}: says that the tokens are floating-point numbers; token ids are integers")
+            if size < _INDEX.size + sequences * (4 + 8) + documents * 8:
+                raise DataError(f"{path}: truncated: {size} bytes, for {sequences} sequences and {documents} documents")
+            if documents:
                 return
-            raise DataError(f"{path}: truncated: {size} bytes, for {sequences} sequences and {documents} documents")
     raise DataError(f"{path}: not the index of a Megatron-Core dataset; `spes-mega tokenize` writes one")
+
+
+def _check_order(path: Path, index: Any, token_bytes: int) -> None:
+    """Raise DataError unless the sequences follow one another in the .bin file, as every writer of the format has them.
+
+    They are read as one stream, so in another order the tokens would not be those that the index means.
+    """
+    expected = 0
+    for start in range(0, len(index.sequence_lengths), _SEQUENCES_AT_ONCE):
+        lengths = index.sequence_lengths[start : start + _SEQUENCES_AT_ONCE].astype(np.int64)
+        ends = expected + np.cumsum(lengths) * token_bytes
+        pointers = index.sequence_pointers[start : start + _SEQUENCES_AT_ONCE]
+        wrong = np.flatnonzero((lengths < 0) | (pointers != ends - lengths * token_bytes))
+        if wrong.size:
+            raise DataError(
+                f"{path}: damaged: sequence {start + wrong[0]} has {lengths[wrong[0]]} tokens from byte "
+                f"{pointers[wrong[0]]} on, where the one before ends at another byte"
+            )
+        expected = int(ends[-1])
+    documents = index.document_indices
+    if documents[0] != 0 or (documents[1:] < documents[:-1]).any():
+        raise DataError(f"{path}: damaged: its documents do not follow one another")

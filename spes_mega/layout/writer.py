@@ -166,7 +166,7 @@ class CheckpointWriter:
             self._discard()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Store a whole tensor. Raises CheckpointError on a wrong name or shape, or an overflow in fp16."""
+        """Store a whole tensor. Raises CheckpointError on a wrong name or shape, or an overflow in fp16 or bf16."""
         if name in self._shapes and tuple(tensor.shape) != self._shapes[name]:
             raise CheckpointError(f"{name}: shape {list(tensor.shape)}, expected {list(self._shapes[name])}")
         self.write_rows(name, 0, tensor)
@@ -183,8 +183,8 @@ class CheckpointWriter:
         offset = place.offset + byte_count(place.dtype, (start, *place.shape[1:]))
         for part in _pieces(tensor.detach(), place.dtype):
             stored = part.to(device="cpu", dtype=place.dtype).contiguous()
-            if place.dtype == torch.float16 and part.dtype != torch.float16 and not _is_finite(stored):
-                raise CheckpointError(f"{name}: has values too large for fp16; store it as bf16 or fp32")
+            if place.dtype not in (part.dtype, torch.float32):
+                _check_holds(stored, name)
             write_tensor(place.fd, offset, stored, name)
             if self._checksums is not None:
                 self._checksums.wrote(self._to_disk(name), offset - place.offset, bytes_of(stored))
@@ -341,8 +341,10 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+def _check_holds(stored: torch.Tensor, name: str) -> None:
+    if not torch.isfinite(stored).all():
+        short, wider = ("fp16", "bf16 or fp32") if stored.dtype == torch.float16 else ("bf16", "fp32")
+        raise CheckpointError(f"{name}: has values too large for {short}; store it as {wider}")
 
 
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -18,7 +18,8 @@ def prefix(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{tmp_path}/text.bin", dtype=np.uint16)
-    builder.add_document(torch.arange(10), [10])
+    builder.add_document(torch.arange(4), [4])
+    builder.add_document(torch.arange(6), [6])
     builder.finalize(f"{tmp_path}/text.idx")
     return tmp_path / "text"
 
@@ -31,6 +32,12 @@ DAMAGES = {
     "dtype": (lambda raw: raw[:17] + b"\x63" + raw[18:], "not the index"),
     "truncated": (lambda raw: raw[:-3], "truncated"),
     "many sequences": (lambda raw: raw[:18] + b"\xff" * 8 + raw[26:], "truncated"),
+    "no documents": (lambda raw: raw[:26] + bytes(8) + raw[34:], "not the index"),
+    "floats": (lambda raw: raw[:17] + b"\x07" + raw[18:], "says that the tokens are floating-point numbers"),
+    "another place": (lambda raw: raw[:50] + b"\x0c" + raw[51:], "damaged: sequence 1 has 6 tokens from byte 12"),
+    "negative length": (lambda raw: raw[:34] + b"\xfc\xff\xff\xff\x0e" + raw[39:], "damaged: sequence 0 has -4 tokens"),
+    "documents": (lambda raw: raw[:66] + b"\x07" + raw[67:], "damaged: its documents do not follow"),
+    "negative document": (lambda raw: raw[:58] + b"\xff" * 8 + raw[66:], "damaged: its documents do not follow"),
 }
 OPEN = """
 import sys

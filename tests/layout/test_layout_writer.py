@@ -121,12 +121,20 @@ def test_a_part_is_not_taken_for_a_whole(section, tmp_path):
         writer.write(EMBEDDING, torch.zeros(4, 32))
 
 
-def test_overflow_in_fp16_is_refused(section, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"),
+    [
+        (torch.float16, torch.tensor(1e6), "fp16; store it as bf16 or fp32"),
+        (torch.float16, torch.tensor(1e6, dtype=torch.bfloat16), "fp16; store it as bf16 or fp32"),
+        (torch.bfloat16, torch.tensor(3.4e38), "bf16; store it as fp32"),  # finite in fp32, whose range is a little wider
+    ],
+)
+def test_overflow_is_refused(section, tmp_path, dtype, value, said):
     with (
-        pytest.raises(CheckpointError, match=r"model.norm.weight: has values too large for fp16"),
-        CheckpointWriter(tmp_path / "out", section("llama"), torch.float16) as writer,
+        pytest.raises(CheckpointError, match=rf"model.norm.weight: has values too large for {said}"),
+        CheckpointWriter(tmp_path / "out", section("llama"), dtype) as writer,
     ):
-        writer.write(FINAL_NORM, torch.full((32,), 1e6))
+        writer.write(FINAL_NORM, value.expand(32))
 
 
 def test_a_link_to_an_empty_folder_elsewhere_is_filled(section, tmp_path):

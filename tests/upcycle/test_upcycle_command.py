@@ -140,6 +140,8 @@ def test_settings_that_make_no_sense(make_dense, tmp_path):
         (["--method", "mix"], "method mix needs at least two source checkpoints"),
         (["--router-init", "kmeans"], r"router_init kmeans needs a text: --calibration PREFIX"),
         (["--calibration", "text"], "--calibration is for router_init kmeans, not for zeros"),
+        (["--num-experts", 10**9], "the model that these settings make: num_experts: .* less than or equal to 100000"),
+        (["--method", "split", "--granularity", 48, "--num-experts", 3000, "--router-init", "normal"], "num_experts: "),
         (["--moe-layers", "some"], "moe_layers: 'some': expected all, odd, even, or numbers and ranges"),
         (["--moe-layers", "0-2"], "moe_layers 0-2: there is no layer 2: the model's layers are 0 to 1"),
         (["--moe-layers", "1-0"], "moe_layers 1-0: names no layer"),
