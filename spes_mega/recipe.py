@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from spes_mega.errors import RecipeError, system_errors
-from spes_mega.strict_yaml import YamlError, parse_yaml
+from spes_mega.strict_yaml import MAX_DEPTH, YamlError, parse_yaml
 from spes_mega.text_files import read_text
 from spes_mega.validation import Key, Source, explain, shortened
 
@@ -597,7 +597,9 @@ def _parse_override(override: str) -> dict[str, Any]:
     """`section.field=value` as the mapping that it stands for."""
     key, sep, text = override.partition("=")
     if not sep or not key:
-        raise RecipeError(f"--set {override}: expected section.field=value")
+        raise RecipeError(f"--set {shortened(override)}: expected section.field=value")
+    if key.count(".") >= MAX_DEPTH:
+        raise RecipeError(f"--set {shortened(override)}: nested over {MAX_DEPTH} deep")
     try:
         value = parse_yaml(text)
     except YamlError as e:

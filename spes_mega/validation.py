@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+_SHOWN = 20
+"""Faults that are told at a time."""
+
 Key = tuple[int | str, ...]
 Source = str | Callable[[Key], str]
 """Where a mapping comes from, or where the value of a key does."""
@@ -18,7 +21,7 @@ def explain(source: Source, error: ValidationError, top: type[BaseModel]) -> lis
     A fault of a section as a whole has as its files those of the fields that the message names.
     """
     lines = []
-    for fault in error.errors():
+    for fault in error.errors()[:_SHOWN]:
         loc = fault["loc"]
         key = ".".join(str(part) for part in loc)
         if fault["type"] == "extra_forbidden":
@@ -31,7 +34,8 @@ def explain(source: Source, error: ValidationError, top: type[BaseModel]) -> lis
         keys = (fault["type"] == "value_error" and _fields_named(top, loc, message)) or [loc]
         origins = [source if isinstance(source, str) else source(one) for one in keys]
         lines.append(f"{' and '.join(dict.fromkeys(origins))}: {key + ': ' if key else ''}{message}")
-    return lines
+    more = error.error_count() - _SHOWN
+    return [*lines, f"and {more:,} more"] if more > 0 else lines
 
 
 def shortened(text: str) -> str:

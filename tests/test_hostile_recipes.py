@@ -108,6 +108,22 @@ def test_a_setting_is_refused_by_its_own_name(tmp_path, value):
     assert message.startswith("--set deepspeed.a=")
 
 
+def test_a_setting_within_a_thousand_sections_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    assert "nested over 50 deep" in message_of(lambda: load_recipe(recipe, ["a." * 1000 + "b=1"]))
+
+
+def test_of_very_many_faults_some_are_told(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE + "".join(f"x{n}: 1\n" for n in range(20_000)))
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(recipe)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "and 19,980 more"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

@@ -19,10 +19,11 @@ def host_port(address: str, option: str, lowest_port: int = 1) -> tuple[str, int
     if not separator or not re.fullmatch(r"[0-9]{1,5}", port) or not lowest_port <= int(port) <= 65535:
         raise _refusal(address, option, f"the port is a number from {lowest_port} to 65535")
     if host.startswith("[") and host.endswith("]"):
-        try:
-            ipaddress.IPv6Address(host[1:-1])
-        except ValueError as e:
-            raise _refusal(address, option, f"{host} is no IPv6 address") from e
+        if not _is_ipv6(host[1:-1]):
+            raise _refusal(address, option, f"{host} is no IPv6 address")
+        _, _, interface = host[1:-1].partition("%")
+        if interface and interface not in _interfaces():
+            raise _refusal(address, option, f"there is no network interface {interface}")
         return host[1:-1], int(port)
     if "/" in address:
         raise _refusal(address, option, "without a scheme (http://) or a path")
@@ -35,6 +36,24 @@ def host_port(address: str, option: str, lowest_port: int = 1) -> tuple[str, int
 
 def _refusal(address: str, option: str, reason: str) -> AccessError:
     return AccessError(f"{option} {address}: expected HOST:PORT: {reason}")
+
+
+def _interfaces() -> set[str]:
+    """Names and numbers of this machine's network interfaces."""
+    return {str(known) for interface in socket.if_nameindex() for known in interface}
+
+
+def is_host(text: str) -> bool:
+    """Whether this is a name or an address that other machines can call: IPv6 without brackets and interface."""
+    return _is_name_or_ipv4(text) or ("%" not in text and _is_ipv6(text))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_name_or_ipv4(host: str) -> bool:

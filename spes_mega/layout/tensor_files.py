@@ -136,12 +136,22 @@ def _open_torch(path: Path) -> TensorFile:
         raise
 
 
+def _refuse_several(path: Path, loaded: Any) -> None:
+    """Raise CheckpointError if a file holds several models (say, one and its moving average): none is the obvious."""
+    states = [loaded.get(key) for key in _NESTED_UNDER] if isinstance(loaded, dict) else []
+    of_tensors = [isinstance(s, dict) and any(isinstance(t, torch.Tensor) for t in s.values()) for s in states]
+    if sum(of_tensors) > 1:
+        found = " and ".join(key for key, is_state in zip(_NESTED_UNDER, of_tensors, strict=True) if is_state)
+        raise CheckpointError(f"{path}: holds tensors under {found}: save the state dict that is meant alone")
+
+
 # What Transformer Engine keeps of its own under the names of modules; not weights.
 _NO_WEIGHTS = "_extra_state"
 
 
 def state_dict_in(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
     """The plain tensors of a loaded torch file, also one level down. Raises CheckpointError on anything else."""
+    _refuse_several(path, loaded)
     for key in _NESTED_UNDER:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

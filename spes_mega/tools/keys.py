@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from spes_mega.errors import AccessError, system_errors
+from spes_mega.hub.address import is_host
 from spes_mega.hub.keys import CA, TOKEN, TOKENS, WATCH, node_name, read_callers, token_hash
 from spes_mega.tools.authority import Authority, Pair
 
@@ -23,9 +23,6 @@ HOSTS = click.option(
     "--host", "hosts", multiple=True, required=True, metavar="HOST[,HOST…]",
     help="Names or addresses by which nodes call the hub; loopback is always among them.",
 )  # fmt: skip
-_HOST = re.compile(
-    r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*|[0-9a-f:]+:[0-9a-f:.]*"
-)
 
 
 @click.group("keys")
@@ -128,7 +125,7 @@ def hub(directory: Path, hosts: tuple[str, ...], days: int) -> None:
 def _hosts(given: tuple[str, ...]) -> list[str]:
     hosts = [host.strip().strip("[]").lower() for text in given for host in text.split(",")]
     for host in hosts:
-        if len(host) > 253 or not _HOST.fullmatch(host):
+        if not is_host(host):
             raise AccessError(f"--host {host!r}: expected a name or an address, without a port")
     return list(dict.fromkeys(hosts))
 

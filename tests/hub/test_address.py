@@ -14,7 +14,7 @@ from hub.keyring import make_keys
 from hub.process import free_port
 from spes_mega.errors import AccessError, DeadlineError
 from spes_mega.hub.access import read_access
-from spes_mega.hub.address import own_addresses
+from spes_mega.hub.address import host_port, own_addresses
 from spes_mega.hub.console import Console
 from spes_mega.hub.guard import Guard
 from spes_mega.hub.server import HubServer
@@ -63,6 +63,16 @@ def test_all_addresses_where_another_hub_has_one_of_them(taken):
     other = bind(taken)
     with pytest.raises(AccessError, match="cannot listen there: is the port in use"):
         bind(f"[::]:{other.address.rpartition(':')[2]}")
+
+
+@pytest.mark.parametrize("zone", ["nope", "4711", "lo0/x", "lo%lo"])
+@pytest.mark.parametrize("option", ["--hub", "--listen"])
+def test_an_interface_that_is_not_there_is_found_out_at_once(option, zone):
+    with pytest.raises(AccessError, match=rf"{option} \[fe80::1%{zone}\]:7099: expected HOST:PORT: "):
+        host_port(f"[fe80::1%{zone}]:7099", option)
+    number, name = socket.if_nameindex()[0]
+    assert host_port(f"[fe80::1%{name}]:7099", option) == (f"fe80::1%{name}", 7099)
+    assert host_port(f"[fe80::1%{number}]:7099", option) == (f"fe80::1%{number}", 7099)
 
 
 def test_a_host_that_is_not_this_machine_is_refused():

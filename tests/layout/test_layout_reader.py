@@ -96,6 +96,15 @@ def test_torch_files_with_more_than_tensors_are_refused(section, make_checkpoint
     assert "unpickled" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("keys", [("state_dict", "model"), ("model", "module")])
+def test_a_torch_file_with_two_models_is_refused(section, make_checkpoint, keys):
+    path, _ = make_checkpoint(section("llama"))
+    state = on_disk(path)
+    torch.save({keys[0]: state, keys[1]: {name: 2 * tensor for name, tensor in state.items()}}, path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"a\.pt: holds tensors under {keys[0]} and {keys[1]}: save"):
+        open_checkpoint(path / "a.pt")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, 2_000, -1])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_truncated_files(section, make_checkpoint, keep, suffix):

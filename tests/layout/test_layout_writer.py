@@ -126,7 +126,11 @@ def test_a_part_is_not_taken_for_a_whole(section, tmp_path):
     [
         (torch.float16, torch.tensor(1e6), "fp16; store it as bf16 or fp32"),
         (torch.float16, torch.tensor(1e6, dtype=torch.bfloat16), "fp16; store it as bf16 or fp32"),
-        (torch.bfloat16, torch.tensor(3.4e38), "bf16; store it as fp32"),  # finite in fp32, whose range is a little wider
+        (
+            torch.bfloat16,
+            torch.tensor(3.4e38),
+            "bf16; store it as fp32",
+        ),
     ],
 )
 def test_overflow_is_refused(section, tmp_path, dtype, value, said):

@@ -72,7 +72,7 @@ def test_keys_are_never_overwritten(made):
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("host", ["hub:7070", "", "a b", "hub/", "-x", "a" * 300])
+@pytest.mark.parametrize("host", ["hub:7070", "", "a b", "hub/", "-x", "a" * 300, "999.1.1.1", "1:2", "fe80::1%lo"])
 def test_what_is_no_host_is_refused_and_leaves_nothing(tmp_path, host):
     with pytest.raises(AccessError, match="expected a name or an address, without a port"):
         keys("new", "--nodes", 1, "--host", host, "--out", tmp_path / "keys")
