@@ -15,7 +15,7 @@ ALLOWED = {
     "node": GROUND
     | {"layout", "outer", "model", "hub.client", "hub.access", "deepspeed_config", "options", "overlays", "progress"},
     "tools": GROUND
-    | {"layout", "outer", "model", "hub.access", "hub.keys", "hub.sizes", "hub.status"}
+    | {"layout", "outer", "model", "hub.access", "hub.address", "hub.keys", "hub.sizes", "hub.status"}
     | {"deepspeed_config", "options", "progress"},
     "upcycle": GROUND | {"layout", "options", "progress"},
 }
@@ -23,7 +23,7 @@ ALLOWED = {
 
 def room_of_callers(parts: list[str]) -> bool:
     """Whether a module of the hub is for those who call it, too."""
-    return len(parts) > 2 and parts[2] in {"client", "access", "keys", "sizes", "status"}
+    return len(parts) > 2 and parts[2] in {"client", "access", "address", "keys", "sizes", "status"}
 
 
 def imported_rooms(path: Path) -> set[str]:
