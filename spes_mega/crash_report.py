@@ -32,18 +32,31 @@ def end_of(error: Exception) -> End:
     """
     if isinstance(error, SpesError):
         return End("\n".join(map(_cut, f"error: {error}".splitlines())), error.exit_code)
-    if isinstance(error, OSError) and error.filename is not None:
-        return End(f"error: {os.fsdecode(error.filename)}: {cause_of(error)}", 1)
-    if isinstance(error, OSError) and error.errno in _SHORTAGES:
-        return End(f"error: {cause_of(error)}", 1)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return End(f"error: out of memory: {_first_line(error)}", 1)
-    return End(_fault(error), 1)
-
-
-def _fault(error: Exception) -> str:
-    said = f"error: this is a fault of spes-mega {__version__}: {type(error).__name__}: {_first_line(error)}"
+    if (foreseen := foreseen_text(error)) is not None:
+        return End(f"error: {foreseen}", 1)
     trace = "".join(traceback.format_exception(error))
+    return End(f"error: {fault_text(summary_of(error), trace)}", 1)
+
+
+def foreseen_text(error: Exception) -> str | None:
+    """What to tell of an error that is the user's to mend, though it is no SpesError; None of a fault of ours."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {cause_of(error)}"
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        return cause_of(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {_first_line(error)}"
+    return None
+
+
+def summary_of(error: Exception) -> str:
+    """Kind and first line of an error."""
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def fault_text(summary: str, trace: str) -> str:
+    """What to tell of a fault of this program, whose traceback is written to a file, or follows where none can be."""
+    said = f"this is a fault of spes-mega {__version__}: {summary}"
     facts = f"spes-mega {__version__}, Python {sys.version}\n{sys.argv!r}\n\n"
     try:
         fd, path = tempfile.mkstemp(prefix="spes-mega-fault-", suffix=".txt")

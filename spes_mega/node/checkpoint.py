@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout.checksums import require
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
 from spes_mega.node.checkpoint_files import Shelf, read_state, step_of
@@ -138,6 +138,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: damaged: it owns expert {unknown[0]}, of {num_experts}")
 
 
+@system_errors(CheckpointError)
 def open_checkpoint_directory(path: Path) -> Checkpoint:
     """Raises CheckpointError: `path` is not a checkpoint of a node, or its files are not what was written."""
     raw, checked = read_state(path)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from spes_mega.errors import CheckpointError
+from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout.checksums import CHECKSUMS, TensorChecksums, check_files, checksum_of, require
 from spes_mega.layout.safetensors_format import Specs, pack_header
 from spes_mega.layout.tensor_bytes import bytes_of, write_tensor
@@ -91,8 +91,9 @@ def read_state(directory: Path) -> tuple[dict[str, Any], frozenset[str]]:
 
     Raises CheckpointError: this is no checkpoint, or one of its files is not what was written.
     """
-    if not (directory / STATE).is_file():
-        raise CheckpointError(f"{directory / STATE}: missing or damaged: not a checkpoint of a node?")
+    with system_errors(CheckpointError, directory, "cannot be read"):
+        if not (directory / STATE).is_file():
+            raise CheckpointError(f"{directory / STATE}: missing or damaged: not a checkpoint of a node?")
     require((STATE,), checked := check_files(directory), directory)
     try:
         return json.loads((directory / STATE).read_text(encoding="utf-8")), checked
@@ -205,7 +206,9 @@ def step_of(path: Path) -> int:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    return iter(sorted(folder.iterdir()) if folder.is_dir() else ())
+    """Of a folder that need not be there. Raises CheckpointError: it is something else, or cannot be read."""
+    with system_errors(CheckpointError, folder, "cannot be read"):
+        return iter(sorted(folder.iterdir()) if os.path.lexists(folder) else ())
 
 
 def _sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training without a hub: from a checkpoint directory or the seed, to a checkpoint directory."""
 
 import math
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -63,7 +64,7 @@ class LoneNode:
         return read
 
     def _check_out(self) -> None:
-        if (final := self._out / "final").exists():
+        if os.path.lexists(final := self._out / "final"):
             raise CheckpointError(f"{final}: an earlier run's result is there: choose another --out, or remove it")
         needed = sum(4 * math.prod(shape) for shape in expected_tensors(self._recipe.model).values())
         existing = next(path for path in final.absolute().parents if path.exists())

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from spes_mega.crash_report import fault_text, foreseen_text, summary_of
 from spes_mega.errors import SpesError
 from spes_mega.node.checks import check_node
 from spes_mega.node.lifelines import LostRankError
@@ -228,9 +229,12 @@ def main(run: Callable[..., Any] = command.main) -> None:
     except click.ClickException as e:
         _end(e.format_message(), e.exit_code)
     except Exception as e:
+        if (foreseen := foreseen_text(e)) is not None:
+            _end(foreseen, 1)
         # Perhaps only because another rank was lost: `spes-mega launch` knows, and shows it if it is the cause.
-        if not tell(code=1, message=f"internal error: {e!r}", trace=traceback.format_exc()):
-            raise
+        message, trace = f"{summary_of(e)} (rank {os.environ.get('RANK', '0')})", traceback.format_exc()
+        if not tell(code=1, message=message, trace=trace):
+            click.echo(f"error: {fault_text(message, trace)}", err=True)
         sys.exit(1)
     tell(code=0)
 
@@ -238,7 +242,8 @@ def main(run: Callable[..., Any] = command.main) -> None:
 def _end(message: str, exit_code: int, *, stopped: bool = False, trace: str = "", lost: bool = False) -> None:
     reports = os.environ.get("LOCAL_RANK" if lost else "RANK", "0") == "0"  # rank 0 may be the one that was lost
     if reports:
-        click.echo(f"{trace}{message if stopped else f'error: {message}'}", err=True)
+        text = fault_text(message, trace) if trace else message
+        click.echo(text if stopped else f"error: {text}", err=True)
     tell(code=exit_code, message=message, trace=trace, shown=reports)
     sys.exit(exit_code)
 

@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spes_mega.errors import CheckpointError, system_errors
 
 
 @dataclass
@@ -37,18 +41,14 @@ class StepMetrics:
 class MetricsFile:
     """Appends lines to `metrics.jsonl`; lines of steps after `done_steps`, which come again, are dropped first.
 
-    A run that begins at step 0 sets an older file aside as `metrics.jsonl.old`.
+    A run that begins at step 0 sets an older file aside as `metrics.jsonl.old`. All raise CheckpointError: something
+    else has its name, or the disk does not take it.
     """
 
     def __init__(self, path: Path, done_steps: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if done_steps == 0 and path.is_file() and path.stat().st_size:
-            path.replace(path.with_name(f"{path.name}.old"))
-        kept = _lines_up_to(path, done_steps)
-        rewritten = path.with_name(f"{path.name}.new")
-        rewritten.write_text("".join(kept), encoding="utf-8")
-        rewritten.replace(path)  # a node that is killed meanwhile keeps its lines
-        self._stream: IO[str] = path.open("a", encoding="utf-8")
+        self._path = path
+        with self._writing(), system_errors(CheckpointError):  # an error that has a path of its own names that
+            self._stream: IO[str] = _open_after(path, done_steps)
 
     def write(self, metrics: StepMetrics) -> None:
         """One line, on disk when this returns. Numbers that are not finite become null."""
@@ -56,11 +56,16 @@ class MetricsFile:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(metrics).items()
         }
-        self._stream.write(json.dumps(values, allow_nan=False) + "\n")
-        self._stream.flush()
+        with self._writing():
+            self._stream.write(json.dumps(values, allow_nan=False) + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
-        self._stream.close()
+        with self._writing():
+            self._stream.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return system_errors(CheckpointError, self._path, "cannot be written")
 
     def __enter__(self) -> Self:
         return self
@@ -69,11 +74,24 @@ class MetricsFile:
         self.close()
 
 
+def _open_after(path: Path, step: int) -> IO[str]:
+    if not path.is_file() and os.path.lexists(path):
+        raise CheckpointError(f"{path}: this is not a file: move it away")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if step == 0 and path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(f"{path.name}.old"))
+    kept = _lines_up_to(path, step)
+    rewritten = path.with_name(f"{path.name}.new")
+    rewritten.write_text("".join(kept), encoding="utf-8")
+    rewritten.replace(path)  # a node that is killed meanwhile keeps its lines
+    return path.open("a", encoding="utf-8")
+
+
 def _lines_up_to(path: Path, step: int) -> list[str]:
     if not path.is_file():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             if json.loads(line)["step"] > step:
                 break

@@ -17,6 +17,7 @@ def lock_out(out: Path) -> int:
     """
     with system_errors(CheckpointError, out, "cannot be written"):
         out.mkdir(parents=True, exist_ok=True)
+    with system_errors(CheckpointError, out / LOCK, "cannot be written"):
         fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

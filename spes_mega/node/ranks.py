@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from spes_mega.crash_report import foreseen_text, summary_of
 from spes_mega.errors import SpesError
 from spes_mega.node.stop import Stopped
 
@@ -49,7 +50,8 @@ class Ranks:
         """Run `action` on every rank. If it fails on any, all ranks raise what the first of them raised."""
         result, report = _attempt(action)
         if self.where is not None and report is not None and "message" in report:
-            report["message"] = f"{self.where} (rank {self.rank}): {report['message']}"
+            place = self.where if "trace" in report else f"{self.where} (rank {self.rank})"
+            report["message"] = f"{place}: {report['message']}"
         failed = torch.tensor([0 if report is None else self.size - self.rank])
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if worst := int(failed.item()):
@@ -145,10 +147,10 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Report | None]:
         return None, {"signum": e.signum}
     except SpesError as e:
         return None, {"message": str(e), "exit_code": e.exit_code}
-    except OSError as e:
-        return None, {"message": f"{e.filename}: {e.strerror}" if e.filename else str(e), "exit_code": 1}
-    except Exception as e:  # a fault of the program
-        message = f"internal error on rank {dist.get_rank()}: {e!r}"
+    except Exception as e:
+        if (foreseen := foreseen_text(e)) is not None:
+            return None, {"message": foreseen, "exit_code": 1}
+        message = f"{summary_of(e)} (rank {dist.get_rank()})"
         return None, {"message": message, "exit_code": 1, "trace": traceback.format_exc()}
 
 

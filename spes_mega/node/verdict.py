@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spes_mega.crash_report import fault_text
 from spes_mega.node.stop import STOP_GRACE_S
 
 SAME_MOMENT_S = 10.0
@@ -109,11 +110,10 @@ class NodeEnd:
         return next(iter([*silent, *said, *errors]), None)
 
     def _lines(self, cause: RankEnd) -> Iterator[str]:
-        if cause.trace:
-            yield cause.trace.rstrip()
         said = any(one.shown and one.message == cause.message for one in self.ranks)
         if not (said and cause.message):
-            yield f"error: {cause.describe()}"
+            text = cause.describe()
+            yield f"error: {fault_text(text, cause.trace) if cause.trace else text}"
 
     def _launcher_end(self) -> tuple[int, list[str]]:
         """Nobody asked the node to stop, and no rank failed."""
