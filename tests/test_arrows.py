@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"recipe", "validation", "errors", "output", "quoting", "signals", "git_lfs", "text_files", "strict_yaml", ""}
+GROUND = {
+    "recipe",
+    "validation",
+    "errors",
+    "crash_report",
+    "output",
+    "quoting",
+    "signals",
+    "git_lfs",
+    "text_files",
+    "strict_yaml",
+    "",
+}
 ALLOWED = {
     "layout": GROUND,
     "outer": set(),
