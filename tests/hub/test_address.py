@@ -1,6 +1,8 @@
 """Where a hub listens, what answers in its place, and what the commands say before they wait for anything."""
 
 import contextlib
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -80,6 +82,37 @@ def test_a_host_that_is_not_this_machine_is_refused():
         own_addresses("192.0.2.1:7070")
     with pytest.raises(AccessError, match="cannot be resolved"):
         own_addresses("nobody.invalid:7070")
+
+
+ASK = """
+import sys
+from spes_mega.hub.access import OPEN
+from spes_mega.hub.status import read_status
+print(read_status(sys.argv[1], OPEN, 30)["round"])
+"""
+IN_NAMESPACE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="/etc/hosts needs a namespace")
+@pytest.mark.parametrize("dead", ["refuses", "is silent", "has gone"])
+@pytest.mark.parametrize(("hub", "other"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+def test_each_address_of_a_name_is_tried(start_hub, tmp_path, hub, other, dead):
+    running = start_hub(make_recipe(), listen=f"{hub}:0")
+    port = int(running.address.rpartition(":")[2])
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{other} two.example\n{hub} two.example\n")
+    if subprocess.run([*IN_NAMESPACE, hosts, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system allows no mounts")
+    with contextlib.ExitStack() as stack:
+        if dead != "refuses":
+            stack.enter_context(socket.create_server((other, port), backlog=100 if dead == "is silent" else 0))
+        for _ in range(4 if dead == "has gone" else 0):  # no room in the backlog: nothing answers
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((other, port))
+        command = [*IN_NAMESPACE, hosts, sys.executable, "-c", ASK, f"two.example:{port}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
 
 
 @contextlib.contextmanager
