@@ -2,6 +2,7 @@
 
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from spes_mega import __version__
 from spes_mega.node.verdict import NodeEnd, RankEnd
 
 KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(autouse=True)
+def _reports_of_faults(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def rank(number, at=1.0, **end):
@@ -51,9 +57,7 @@ def test_a_death_outranks_the_errors_that_it_causes_whichever_is_noticed_first()
     match = re.fullmatch(
         rf"error: this is a fault of spes-mega {__version__}: lost; please report it with (\S+), which .*", text
     )
-    report = Path(match[1])
-    assert "Traceback: lost" in report.read_text()
-    report.unlink()
+    assert "Traceback: lost" in Path(match[1]).read_text()
 
 
 def test_an_error_of_one_rank_is_shown_unless_it_has_been():
