@@ -7,6 +7,8 @@ from one family to another is compared as AutoTokenizer reads it.
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,24 @@ def read_tokenizer(folder: Path) -> Any:
 
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with panics_caught():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # the library raises whatever the files lead to
         reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise CheckpointError(f"{folder}: transformers cannot read its tokenizer: {reason}") from e
     _check_guess(folder, tokenizer)
     return tokenizer
+
+
+@contextmanager
+def panics_caught() -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception to Python, into a RuntimeError."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(e)) from e
 
 
 def settle_tokenizer(source: Path, result: Path) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spes_mega.errors import CheckpointError, DataError, system_errors
 from spes_mega.git_lfs import refuse_pointer
-from spes_mega.layout.tokenizer_files import SETTINGS, VOCABULARIES, files_of, read_tokenizer
+from spes_mega.layout.tokenizer_files import SETTINGS, VOCABULARIES, files_of, panics_caught, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def _named(source: Path, encode: Callable[[str], list[int]]) -> Callable[[str], 
 
     def encoded(document: str) -> list[int]:
         try:
-            return encode(document)
+            with panics_caught():
+                return encode(document)
         except Exception as e:  # the libraries raise bare Exception
             start = document[:40] + ("…" if len(document) > 40 else "")
             raise DataError(
@@ -113,7 +114,8 @@ def _load_tokenizers(file: Path, eod_token: str | None) -> TextTokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        with panics_caught():
+            tokenizer = Tokenizer.from_file(str(file))
     except Exception as e:  # the library raises bare Exception
         raise DataError(f"{file}: not a tokenizer.json: {e}") from e
     # A tokenizer.json may carry truncation or padding from its last use; a corpus needs neither.

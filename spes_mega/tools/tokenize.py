@@ -26,6 +26,7 @@ from spes_mega.tools.documents import DocumentReader, Skipped, check_files
 from spes_mega.tools.text_tokenizer import TextTokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 20  # text handed to a worker at a time
+MAX_VOCABULARY = 1 << 31  # ids are int32
 SUFFIXES = (".bin", ".json", ".idx")  # renamed in this order: a dataset exists once its index does
 
 
@@ -75,6 +76,11 @@ def tokenize(
         if Path(f"{out}{suffix}").exists():
             raise DataError(f"{out}{suffix}: exists already; remove it or choose another --out")
     loaded = load_tokenizer(tokenizer, eod_token)
+    if loaded.vocab_size > MAX_VOCABULARY:
+        raise DataError(
+            f"{loaded.source}: has token ids up to {loaded.vocab_size - 1}; an indexed dataset holds ids below "
+            f"{MAX_VOCABULARY}"
+        )
     if append_eod and loaded.eod is None:
         raise DataError(
             f"{loaded.source}: the tokenizer names no end-of-document token; "

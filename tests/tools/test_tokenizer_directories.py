@@ -6,13 +6,14 @@ import shutil
 import pytest
 import sentencepiece
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from spes_mega.errors import DataError
 from spes_mega.layout import CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.recipe import ModelSection, UpcycleSection
 from spes_mega.tools.convert import convert, plan_conversion
 from spes_mega.tools.text_tokenizer import load_tokenizer
+from spes_mega.tools.tokenize import tokenize
 from upcycle.pipeline import upcycle
 from upcycle.plan import make_plan
 from upcycle.sources import open_sources
@@ -183,6 +184,27 @@ def test_a_text_that_a_tokenizer_without_unk_cannot_encode_is_a_data_error(tmp_p
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"tokenizer\.json: cannot encode the document that starts with 'zebra'"):
         load_tokenizer(tmp_path / "tokenizer.json").encode("zebra")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_text_at_which_the_library_panics_is_a_data_error(tmp_path, kind):
+    tokenizer = Tokenizer(models.WordLevel({"fox": 0, "?": 1}, unk_token="?"))
+    tokenizer.normalizer = normalizers.Replace(Regex("(a+)+$"), "")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if kind == "directory":
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"cannot encode the document that starts with 'aaaa.*retry-limit"):
+        loaded.encode("a" * 40 + "b")
+
+
+def test_ids_that_no_dataset_can_hold_are_refused(tmp_path):
+    Tokenizer(models.WordLevel({"fox": 2**31, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("fox")
+    with pytest.raises(DataError, match=r"tokenizer\.json: has token ids up to 2147483648; .* below 2147483648"):
+        tokenize((tmp_path / "text.txt",), tmp_path / "tokenizer.json", tmp_path / "out", append_eod=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tokenizer.json"]
 
 
 def test_a_git_lfs_pointer_is_named(make_directory):
