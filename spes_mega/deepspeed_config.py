@@ -12,7 +12,7 @@ from spes_mega.recipe import Recipe, TrainSection
 OWN_SECTIONS = {
     "optimizer": "train.lr, train.adam_*, train.weight_decay",
     "scheduler": "train.lr, train.warmup_steps, train.min_lr_ratio",
-    "train_batch_size": "train.micro_batch_size and train.grad_accumulation",
+    "train_batch_size": "train.batch_size",
     "amp": "train.dtype",
 }
 
@@ -31,8 +31,8 @@ def deepspeed_config(recipe: Recipe, ranks: int) -> dict[str, Any]:
     for key, instead in OWN_SECTIONS.items():
         if key in recipe.deepspeed:
             raise RecipeError(f"deepspeed.{key}: cannot be set here; use {instead}")
-    config = _merged(_defaults(recipe.train), recipe.deepspeed)
-    _impose(config, _required(recipe.train), "deepspeed")
+    config = _merged(_defaults(recipe.train, ranks), recipe.deepspeed)
+    _impose(config, _required(recipe.train, ranks), "deepspeed")
     zero = config["zero_optimization"]
     _refuse_unfit(config, ranks)
     _check_offload(zero)
@@ -107,10 +107,10 @@ def _place(config: dict[str, Any], loc: tuple[int | str, ...], value: Any) -> st
     return "the recipe's deepspeed section"
 
 
-def _required(train: TrainSection) -> dict[str, Any]:
+def _required(train: TrainSection, ranks: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": train.grad_accumulation,
+        "gradient_accumulation_steps": train.accumulation(ranks),
         "gradient_clipping": train.clip_grad,
         "bf16": {"enabled": train.dtype == "bf16"},
         "fp16": {"enabled": False},
@@ -121,13 +121,13 @@ def _required(train: TrainSection) -> dict[str, Any]:
     }
 
 
-def _defaults(train: TrainSection) -> dict[str, Any]:
+def _defaults(train: TrainSection, ranks: int) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         # What ZeRO works on at a time; DeepSpeed's own defaults (5e8, 1e9) are made for large GPUs.
         "zero_optimization": {"reduce_bucket_size": PIECE_ELEMENTS, "sub_group_size": PIECE_ELEMENTS},
         "steps_per_print": 1 << 40,
     }
-    if train.dtype == "bf16" and train.grad_accumulation > 1:
+    if train.dtype == "bf16" and train.accumulation(ranks) > 1:
         # summed in bf16, small gradients of later micro-batches would be lost
         defaults["data_types"] = {"grad_accum_dtype": "fp32"}
     return defaults

@@ -99,7 +99,13 @@ class ModelSection(Section):
     )
     norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = False
-    init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn weights")
+    init: Literal["scaled", "truncated"] = Field(
+        default="scaled",
+        description="how fresh matrices are drawn. scaled: N(0, init_std), those that project into the residual stream "
+        "with init_std / sqrt(2 * num_layers); truncated: all of them N(0, init_std) cut at 3 standard deviations, as "
+        "the paper's models",
+    )
+    init_std: float = Field(default=0.02, ge=0, description="std of freshly drawn matrices")
     frozen_dtype: Literal["bf16", "fp32", "train"] = Field(
         default="bf16",
         json_schema_extra=LOCAL,
@@ -115,6 +121,10 @@ class ModelSection(Section):
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - len(set(self.dense_layers)) if self.is_moe else 0
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.is_moe and layer not in self.dense_layers
@@ -244,7 +254,11 @@ class SpesSection(Section):
         default=False,
         description="nodes train on while their weights travel; what others trained comes one round later",
     )
-    merge_interval: Positive = Field(default=500, description="steps between two expert merges")
+    merge_interval: Positive = Field(
+        default=500,
+        description="steps between two expert merges. Where sync_every does not divide it, the first synchronization "
+        "after each multiple merges; the reference code then merges only at steps that are multiples of both",
+    )
     merge_steps: int = Field(default=0, ge=0, description="merging stops at this step; 0: no merging")
     merge_alpha: Share = Field(default=0.01, description="weight of the donors at step 0, falling linearly to 0")
     merge_donors: Positive = Field(default=4, description="most similar experts that an expert takes from")
@@ -297,18 +311,45 @@ class TrainSection(Section):
 
     steps: Positive = Field(default=1000, description="optimizer steps in all")
     seq_len: Positive = Field(default=2048, description="tokens of one sample")
+    batch_size: Positive | None = Field(
+        default=None,
+        json_schema_extra=LOCAL,
+        description="samples of one optimizer step of a node, over all its ranks; default: ranks x micro_batch_size x "
+        "grad_accumulation",
+    )
     micro_batch_size: Positive = Field(default=1, json_schema_extra=LOCAL, description="samples a rank a forward pass")
-    grad_accumulation: Positive = Field(default=1, json_schema_extra=LOCAL, description="forward passes a step")
+    grad_accumulation: Positive | None = Field(
+        default=None,
+        json_schema_extra=LOCAL,
+        description="forward passes a step; default: what batch_size needs, else 1",
+    )
     lr: float = Field(default=5e-4, ge=0, description="peak learning rate")
     min_lr_ratio: Share = Field(default=0.1, description="final learning rate as a fraction of lr")
     warmup_steps: int = Field(default=0, ge=0)
+    warmup_from: Share = Field(
+        default=0.0, description="learning rate at step 0 as a fraction of lr, from which it rises linearly to lr"
+    )
     adam_beta1: Beta = 0.9
     adam_beta2: Beta = 0.95
     adam_eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0, description="on matrices; never on norms")
+    weight_decay: float = Field(default=0.1, ge=0, description="on matrices, embeddings among them")
+    decay_norms: bool = Field(default=False, description="weight decay on norms and biases, too")
     clip_grad: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0: no clipping")
-    aux_loss_coeff: float = Field(default=0.01, ge=0, description="weight of the load-balancing loss")
-    router_z_loss_coeff: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss")
+    aux_loss_coeff: float = Field(
+        default=0.01,
+        ge=0,
+        description="weight of the load-balancing loss, which is the mean over MoE layers. It is computed for each "
+        "micro-batch and rank, and is not linear in the batch: 2 ranks differ a little from 1 of twice the micro-batch",
+    )
+    aux_loss_warmup: Share = Field(
+        default=0.0,
+        description="fraction of the steps over which the load-balancing loss's weight on the experts that a node owns "
+        "rises linearly from 0.7 to 1, so that its router leans towards them early on; the reference's "
+        "using_decayed_aux_loss is 0.2, and off in its published configs; 0: off",
+    )
+    router_z_loss_coeff: float = Field(
+        default=1e-3, ge=0, description="weight of the router's z-loss, which is the sum over MoE layers"
+    )
     logit_z_loss_coeff: float = Field(default=1e-5, ge=0, description="weight of the z-loss on the output logits")
     dtype: Literal["fp32", "bf16"] = Field(default="bf16", json_schema_extra=LOCAL)
     zero_stage: Literal[1, 2, 3] = Field(default=1, json_schema_extra=LOCAL, description="DeepSpeed ZeRO stage")
@@ -326,6 +367,30 @@ class TrainSection(Section):
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
         return self
+
+    def accumulation(self, ranks: int) -> int:
+        """Forward passes that each of a node's `ranks` makes in one optimizer step.
+
+        Raises RecipeError: batch_size cannot be made of such passes, or is not what grad_accumulation makes.
+        """
+        if self.batch_size is None:
+            return self.grad_accumulation or 1
+        at_once = ranks * self.micro_batch_size
+        passes, rest = divmod(self.batch_size, at_once)
+        made_of = f"{ranks} rank{'s' * (ranks > 1)} x train.micro_batch_size {self.micro_batch_size}"
+        if rest or not passes:
+            nearest = " or ".join(str(size * at_once) for size in (passes, passes + 1) if size)
+            raise RecipeError(
+                f"train.batch_size {self.batch_size} is not a multiple of {made_of} = {at_once}: the nearest that "
+                f"are: {nearest}; or change train.micro_batch_size"
+            )
+        if self.grad_accumulation not in (None, passes):
+            raise RecipeError(
+                f"train.batch_size {self.batch_size} is not {made_of} x train.grad_accumulation "
+                f"{self.grad_accumulation} = {at_once * self.grad_accumulation}: remove grad_accumulation, which then "
+                f"becomes {passes}, or change train.batch_size"
+            )
+        return passes
 
 
 def _possible(path: Path) -> Path:

@@ -76,7 +76,7 @@ def test_a_rank_without_others_has_its_gradients_copied_only_where_the_recipe_sa
         ({"zero_force_ds_cpu_optimizer": True}, r"deepspeed\.zero_force_ds_cpu_optimizer is True"),
         ({"optimizer": {"type": "Lion"}}, r"deepspeed\.optimizer: cannot be set here; use train\.lr"),
         ({"scheduler": {}}, r"deepspeed\.scheduler"),
-        ({"train_batch_size": 8}, r"deepspeed\.train_batch_size: cannot be set here; use train\.micro_batch_size"),
+        ({"train_batch_size": 8}, r"deepspeed\.train_batch_size: cannot be set here; use train\.batch_size"),
         ({"amp": {"enabled": True}}, r"deepspeed\.amp: cannot be set here; use train\.dtype"),
         (
             offloading(device="cpu", ratio=0.5),

@@ -1,3 +1,4 @@
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize(
     ("name", "total"),
-    [("tiny", None), ("study-1b", 1_170_000_000), ("2b", 1_989_000_000), ("7b", 7_300_000_000), ("9b", 9_120_000_000)],
+    [("tiny", None), ("study-1b", 1_170_000_000), ("2b", 1_938_000_000), ("7b", 7_300_000_000), ("9b", 9_120_000_000)],
 )
 def test_shipped_recipes_load_and_have_the_size_they_are_named_after(name, total):
     loaded = load_recipe(CONFIGS / f"{name}.yaml")
@@ -218,28 +219,96 @@ def test_shipped_recipes_load_and_have_the_size_they_are_named_after(name, total
         assert count_parameters(loaded.model).total == pytest.approx(total, rel=0.01)
 
 
-# arXiv 2602.11543: layers, hidden, heads, KV heads, expert width, experts, top-k, sequence, RoPE base, rows of the
-# embedding; nodes, experts a node, H; lr, warm-up.
+# arXiv 2602.11543 and its reference implementation; what is not published for a model is not in its entry.
+IN_ALL = {
+    "model.init_std": 0.02, "spes.sync_every": 100, "spes.merge_interval": 500, "spes.merge_donors": 4,
+    "train.adam_beta1": 0.9, "train.adam_beta2": 0.95, "train.adam_eps": 1e-8, "train.weight_decay": 0.1,
+    "train.decay_norms": True, "train.clip_grad": 1.0, "train.warmup_from": 0.1, "train.min_lr_ratio": 0.1,
+    "train.aux_loss_coeff": 0.01, "train.aux_loss_warmup": 0.0, "train.router_z_loss_coeff": 0.001,
+    "train.logit_z_loss_coeff": 1e-5, "train.dtype": "bf16",
+}  # fmt: skip
+FROM_SCRATCH = {
+    "model.family": "olmoe", "model.norm_topk_prob": False, "model.tie_embeddings": False, "model.init": "truncated",
+    "model.vocab_size": 151_665, "train.seq_len": 2048, "train.warmup_steps": 2000,
+}  # fmt: skip
 PUBLISHED = {
-    "study-1b": (12, 768, 12, 12, 2048, 16, 2, 2048, 500_000, 151_665, 4, 4, 100, 5e-4, 2000),
-    "7b": (16, 2048, 16, 16, 2048, 32, 4, 2048, 32_000, 151_665, 4, 8, 100, 4e-4, 2000),
-    "9b": (28, 2048, 16, 8, 6144, 8, 2, 4096, 1_000_000, 151_936, 4, 2, 100, 1e-4, 1000),
-}
+    "study-1b": FROM_SCRATCH | {
+        "model.num_layers": 12, "model.hidden_size": 768, "model.num_heads": 12, "model.num_kv_heads": 12,
+        "model.head_dim": 64, "model.expert_hidden_size": 2048, "model.num_experts": 16, "model.top_k": 2,
+        "model.rope_theta": 500_000, "model.norm_eps": 1e-6, "spes.num_nodes": 4,
+        "train.lr": 5e-4, "train.steps": 50_000, "train.batch_size": 256, "train.micro_batch_size": 8,
+    },
+    "7b": FROM_SCRATCH | {
+        "model.num_layers": 16, "model.hidden_size": 2048, "model.num_heads": 16, "model.num_kv_heads": 16,
+        "model.head_dim": 128, "model.expert_hidden_size": 2048, "model.num_experts": 32, "model.top_k": 4,
+        "model.rope_theta": 32_000, "model.norm_eps": 1e-5, "spes.num_nodes": 4,
+        "train.lr": 4e-4, "train.steps": 500_000, "train.batch_size": 1024, "train.micro_batch_size": 2,
+    },
+    "2b": FROM_SCRATCH | {"spes.num_nodes": 16, "model.num_experts": 16},
+    "9b": {
+        "model.family": "qwen3_moe", "model.norm_topk_prob": True,
+        "model.num_layers": 28, "model.hidden_size": 2048, "model.num_heads": 16, "model.num_kv_heads": 8,
+        "model.head_dim": 128, "model.expert_hidden_size": 6144, "model.num_experts": 8, "model.top_k": 2,
+        "model.rope_theta": 1_000_000, "model.vocab_size": 151_936, "model.norm_eps": 1e-6,
+        "spes.num_nodes": 4, "spes.merge_steps": 20_000, "spes.merge_alpha": 0.05,
+        "train.seq_len": 4096, "train.lr": 1e-4, "train.warmup_steps": 1000, "train.steps": 100_000,
+        "train.batch_size": 256, "train.micro_batch_size": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shipped_recipes_have_the_published_settings(name):
     loaded = load_recipe(CONFIGS / f"{name}.yaml")
-    model, spes, train = loaded.model, loaded.spes, loaded.train
-    assert PUBLISHED[name] == (
-        model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.expert_hidden_size,
-        model.num_experts, model.top_k, train.seq_len, model.rope_theta, model.vocab_size,
-        spes.num_nodes, model.num_experts // spes.num_nodes, spes.sync_every, train.lr, train.warmup_steps,
-    )  # fmt: skip
-    assert (train.min_lr_ratio, train.adam_beta1, train.adam_beta2, train.adam_eps) == (0.1, 0.9, 0.95, 1e-8)
-    assert (train.weight_decay, train.clip_grad) == (0.1, 1.0)
-    losses = (train.aux_loss_coeff, train.router_z_loss_coeff, train.logit_z_loss_coeff)
-    assert losses == (0.01, 0.001, 1e-5)
+    published = IN_ALL | PUBLISHED[name]
+    assert {field: attrgetter(field)(loaded) for field in published} == published
+    spes = loaded.spes
+    assert spes.ownership == "equal"
+    assert spes.capacity is None
+    assert spes.wire.lossless
+    assert spes.outer.shared.averages
+    assert spes.outer.experts.averages
+
+
+@pytest.mark.parametrize("name", ["study-1b", "2b", "7b", "9b"])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_a_recipe_means_the_same_batch_on_any_number_of_gpus(name, ranks):
+    train = load_recipe(CONFIGS / f"{name}.yaml").train
+    assert ranks * train.micro_batch_size * train.accumulation(ranks) == train.batch_size
+
+
+@pytest.mark.parametrize(
+    ("train", "ranks", "passes"),
+    [
+        ({}, 3, 1),
+        ({"grad_accumulation": 5}, 3, 5),
+        ({"batch_size": 24, "micro_batch_size": 2}, 3, 4),
+        ({"batch_size": 24, "micro_batch_size": 2, "grad_accumulation": 4}, 3, 4),
+    ],
+)
+def test_forward_passes_follow_from_the_batch(train, ranks, passes):
+    assert recipe(train=train).train.accumulation(ranks) == passes
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"batch_size": 256, "micro_batch_size": 8},
+            r"train\.batch_size 256 is not a multiple of 3 ranks x train\.micro_batch_size 8 = 24: the nearest that "
+            r"are: 240 or 264",
+        ),
+        ({"batch_size": 2, "micro_batch_size": 1}, "= 3: the nearest that are: 3;"),
+        (
+            {"batch_size": 24, "grad_accumulation": 4},
+            r"batch_size 24 is not 3 ranks x train\.micro_batch_size 1 x train\.grad_accumulation 4 = 12: remove "
+            "grad_accumulation, which then becomes 8",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_made_is_refused_with_the_nearest_that_can(train, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(train=train).train.accumulation(3)
 
 
 @pytest.mark.parametrize("name", ["tiny", "study-1b", "2b", "7b", "9b"])

@@ -91,14 +91,14 @@ def make_config(model: ModelSection, base: dict[str, Any] | None, dtype: torch.d
 def differences(expected: ModelSection, found: ModelSection) -> list[str]:
     """One line for each field in which two models differ so that one's weights don't fit the other's code.
 
-    Not compared: local fields, init_std and max_seq_len, which change no weight, and the dense width of a model that
-    has no dense layer.
+    Not compared: local fields, init, init_std and max_seq_len, which change no weight, and the dense width of a model
+    that has no dense layer.
     """
     lines = []
     for name, field in ModelSection.model_fields.items():
         a, b = getattr(expected, name), getattr(found, name)
         unused = name == "ffn_hidden_size" and expected.is_moe and not expected.dense_layers
-        if a != b and name not in ("init_std", "max_seq_len") and not is_local(field) and not unused:
+        if a != b and name not in ("init", "init_std", "max_seq_len") and not is_local(field) and not unused:
             lines.append(f"{name}: {a} expected, {b} found")
     return lines
 

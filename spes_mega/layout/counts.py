@@ -35,6 +35,6 @@ def count_parameters(model: ModelSection) -> ParameterCounts:
             shared += prod(shape)
         else:
             experts += prod(shape)
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.num_layers))
+    moe_layers = model.num_moe_layers
     expert = experts // (moe_layers * model.num_experts) if moe_layers else 0
     return ParameterCounts(shared + experts, shared, expert, moe_layers, model.top_k)

@@ -7,6 +7,8 @@ import torch
 
 from spes_mega.recipe import ModelSection
 
+_CUT = 3
+"""Standard deviations at which truncated weights are cut."""
 _SCALED = ("o_proj.weight", "down_proj.weight")
 
 
@@ -19,12 +21,16 @@ def generator(seed: int, name: str) -> torch.Generator:
 def initial_tensor(model: ModelSection, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """A freshly drawn fp32 tensor of a canonical name.
 
-    Norms are 1, biases 0, matrices N(0, init_std); projections into the residual stream are scaled by
-    1 / sqrt(2 * num_layers) so that its variance doesn't grow with depth (GPT-2).
+    Norms are 1, biases 0, matrices N(0, init_std). With `init: scaled` projections into the residual stream have
+    init_std / sqrt(2 * num_layers), so that its variance doesn't grow with depth (GPT-2); with `init: truncated` all
+    matrices are cut at 3 init_std, and none is scaled (OLMoE, SPES).
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
+    if model.init == "truncated":
+        cut, drawn = _CUT * model.init_std, torch.empty(shape)
+        return torch.nn.init.trunc_normal_(drawn, 0.0, model.init_std, -cut, cut, generator=generator(seed, name))
     std = model.init_std / math.sqrt(2 * model.num_layers) if name.endswith(_SCALED) else model.init_std
     return torch.randn(shape, generator=generator(seed, name)) * std

@@ -96,7 +96,8 @@ def _experts(model: ModelSection, train: TrainSection, *, te: bool) -> dict[str,
         "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": train.aux_loss_coeff,
+        # Megatron-Core adds the layers up; the coefficient is meant for their mean.
+        "moe_aux_loss_coeff": train.aux_loss_coeff / model.num_moe_layers,
         "moe_z_loss_coeff": train.router_z_loss_coeff or None,
         # The same as all-to-all where expert parallelism is 1, and without its CUDA streams.
         "moe_token_dispatcher_type": "allgather",

@@ -1,18 +1,26 @@
 """The router's auxiliary losses, which Megatron-Core adds to the gradient by itself.
 
-In training every router attaches `aux_loss_coeff` * balance + `router_z_loss_coeff` * z to its output: the losses
-never appear in the loss that the caller sees, only in the gradient (times a scale) and in a tracker, without their
-coefficients. Scale and tracker are global to the process.
+In training every router attaches `aux_loss_coeff` / L * balance + `router_z_loss_coeff` * z to its output, L being the
+number of MoE layers: the losses never appear in the loss that the caller sees, only in the gradient (times a scale) and
+in a tracker, without their coefficients. Scale and tracker are global to the process.
+
+Axes: T tokens of a micro-batch, E experts.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
 
 
 class RouterLosses(NamedTuple):
-    """Means over MoE layers and forward passes, without coefficients. `balance` is 1 when experts share evenly."""
+    """Means over MoE layers and forward passes, without coefficients.
+
+    `balance` of a layer is E * sum over experts of (its share of the routed tokens) * (its mean probability): 1 where
+    experts share evenly (MegaBlocks; transformers' own, on one layer, is top_k times as much).
+    """
 
     balance: float
     z: float
@@ -33,6 +41,25 @@ def take_router_losses(num_moe_layers: int, num_forwards: int) -> RouterLosses:
         if values is not None:
             values.zero_()
     return losses
+
+
+def weigh_owned_experts(model: nn.Module, weight: float) -> None:
+    """Multiply the terms of owned experts in the balance loss of every layer by `weight`, from the next pass on.
+
+    That of the reference's `using_decayed_aux_loss`, which multiplies their tokens: it is the same product.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        owned = [run.owned for run in layer.experts.runs for _ in range(run.size)]
+        _weigh(layer.router, torch.tensor([weight if mine else 1.0 for mine in owned]))
+
+
+def _weigh(router: Any, weights_E: torch.Tensor) -> None:
+    plain = type(router)._apply_aux_loss  # the same in Megatron-Core 0.16 to 0.19
+
+    def weighted(probs: torch.Tensor, scores_TE: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        return plain(router, probs, scores_TE * weights_E.to(scores_TE), *rest, **options)  # type: ignore[no-any-return]
+
+    router._apply_aux_loss = weighted
 
 
 def forget_router_losses() -> None:

@@ -49,7 +49,7 @@ class NodeData:
         self.stream = TokenStream(training_data(recipe))
         train, shared = recipe.train, recipe.data.sharding == "shared"
         self.seq_len, self.vocab_size, self.seed = train.seq_len, recipe.model.vocab_size, train.seed
-        self.micro_batch_size, self.grad_accumulation = train.micro_batch_size, train.grad_accumulation
+        self.micro_batch_size, self.accumulation = train.micro_batch_size, train.accumulation(ranks)
         self.rank, self.ranks, self.sharding = rank, ranks, recipe.data.sharding
         self.first, self.stride = (node, recipe.spes.num_nodes) if shared else (0, 1)
         windows = max(0, self.stream.num_tokens - 1) // self.seq_len
@@ -79,7 +79,7 @@ class NodeData:
     @property
     def samples_per_step(self) -> int:
         """Samples that all ranks of the node take in one optimizer step."""
-        return self.ranks * self.micro_batch_size * self.grad_accumulation
+        return self.ranks * self.micro_batch_size * self.accumulation
 
     def batch(self, done: int, micro_step: int) -> Tokens:
         """int64 [micro_batch_size, seq_len + 1] for forward pass `micro_step` (from 0) of this rank in one step.
@@ -88,7 +88,7 @@ class NodeData:
 
         Raises DataError: a token id is outside the model's vocabulary.
         """
-        first = done + (self.rank * self.grad_accumulation + micro_step) * self.micro_batch_size
+        first = done + (self.rank * self.accumulation + micro_step) * self.micro_batch_size
         return np.stack([self.sample(first + i) for i in range(self.micro_batch_size)])
 
     def sample(self, number: int) -> Tokens:

@@ -12,7 +12,7 @@ from torch import nn
 from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, check_readable, deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.model.cpu_support import without_compiling
-from spes_mega.recipe import Recipe
+from spes_mega.recipe import Recipe, TrainSection
 
 
 def _new(parameter: nn.Parameter) -> int:
@@ -29,7 +29,7 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
     """
     import deepspeed
 
-    groups = parameter_groups(gpt.parameters(), recipe.train.weight_decay, age)
+    groups = parameter_groups(gpt.parameters(), recipe.train, age)
     on_cpu = next(gpt.parameters()).device.type == "cpu"
     optimizer = torch.optim.AdamW(
         in_pieces(groups, PIECE_ELEMENTS_CPU if on_cpu else PIECE_ELEMENTS),
@@ -87,18 +87,19 @@ def norms_of_parts(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float, age: Callable[[nn.Parameter], int] = _new
+    parameters: Iterable[nn.Parameter], train: TrainSection, age: Callable[[nn.Parameter], int] = _new
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in groups: matrices, which decay, and norms and biases, which do not.
+    """Trainable parameters in groups: those that decay, and those that do not (norms and biases, unless decay_norms).
 
     Each in one group an age, oldest first, because ZeRO keeps one step count a group.
     """
     groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            groups.setdefault((parameter.ndim > 1, age(parameter)), []).append(parameter)
+            groups.setdefault((train.decay_norms or parameter.ndim > 1, age(parameter)), []).append(parameter)
     return [
-        {"params": groups[key], "weight_decay": weight_decay if key[0] else 0.0} for key in sorted(groups, reverse=True)
+        {"params": groups[key], "weight_decay": train.weight_decay if key[0] else 0.0}
+        for key in sorted(groups, reverse=True)
     ]
 
 

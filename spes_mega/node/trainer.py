@@ -17,12 +17,13 @@ from spes_mega.model import (
     set_router_loss_scale,
     take_router_losses,
     tokens_per_expert,
+    weigh_owned_experts,
 )
 from spes_mega.node.data import NodeData
 from spes_mega.node.local_model import LocalModel
 from spes_mega.node.metrics import StepMetrics
 from spes_mega.node.ranks import Ranks
-from spes_mega.node.schedule import learning_rate
+from spes_mega.node.schedule import learning_rate, owned_balance_weight
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.weight_source import Position
 from spes_mega.recipe import Recipe
@@ -63,6 +64,8 @@ class Trainer:
         batches = self.ranks.agree(lambda: self._batches(at))
         rate = learning_rate(step, self.recipe.train)
         self._set_learning_rate(rate)
+        if self.recipe.train.aux_loss_warmup:
+            weigh_owned_experts(self.engine.module, owned_balance_weight(step, self.recipe.train))
         losses = self._train_on(batches)
         means = self._average(losses)
         return StepMetrics(
@@ -77,7 +80,7 @@ class Trainer:
     def _batches(self, at: Position) -> list[Tokens]:
         self.stop.check()
         assert at.samples is not None, "Resume has worked it out"
-        return [self.data.batch(at.samples, micro_step) for micro_step in range(self.recipe.train.grad_accumulation)]
+        return [self.data.batch(at.samples, micro_step) for micro_step in range(self.data.accumulation)]
 
     def _set_learning_rate(self, rate: float) -> None:
         for group in self.engine.optimizer.param_groups:
@@ -86,7 +89,7 @@ class Trainer:
     def _train_on(self, batches: list[Tokens]) -> torch.Tensor:
         """Forward, backward and update; sums over micro-batches of lm loss and z-loss on the logits: fp64 [2]."""
         train = self.recipe.train
-        set_router_loss_scale(1 / train.grad_accumulation)  # the engine divides the loss that it is given alike
+        set_router_loss_scale(1 / self.data.accumulation)  # the engine divides the loss that it is given alike
         self.engine.train()
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         for batch in batches:
@@ -103,11 +106,10 @@ class Trainer:
     def _average(self, sums: torch.Tensor) -> dict[str, Any]:
         """Figures of a step: losses averaged over micro-batches and ranks, tokens per expert summed over them."""
         train, model = self.recipe.train, self.recipe.model
-        num_moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.num_layers))
-        router = take_router_losses(num_moe_layers, train.grad_accumulation)
+        router = take_router_losses(model.num_moe_layers, self.data.accumulation)
         module = self.engine.module
         counts = tokens_per_expert(module)
-        means = torch.cat([sums.cpu() / train.grad_accumulation, torch.tensor([router.balance, router.z])])
+        means = torch.cat([sums.cpu() / self.data.accumulation, torch.tensor([router.balance, router.z])])
         total = self.ranks.sum(torch.cat([means / self.ranks.size, counts.flatten().double()]))
         reset_tokens_per_expert(module)
         lm_loss, logit_z_loss, balance, router_z = total[:4].tolist()

@@ -2,7 +2,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spes_mega.model import forward_logits, language_model_loss, loss, set_router_loss_scale, take_router_losses
+from spes_mega.model import (
+    forward_logits,
+    language_model_loss,
+    loss,
+    set_router_loss_scale,
+    take_router_losses,
+    weigh_owned_experts,
+)
 from tests.model import tiny
 
 MODEL = tiny.section("qwen3_moe", num_experts=4)
@@ -66,8 +73,9 @@ def test_bf16_logits_give_an_fp32_loss():
     assert torch.equal(lm_loss, language_model_loss(logits.float(), labels, 1e-5)[0])
 
 
-def _router_gradient(weights, **train):
-    gpt = tiny.loaded(tiny.recipe(MODEL, **train), weights).train()
+def _router_gradient(weights, prepare=lambda gpt: None, owned=None, **train):
+    gpt = tiny.loaded(tiny.recipe(MODEL, **train), weights, owned).train()
+    prepare(gpt)
     ids = tiny.tokens(MODEL)
     language_model_loss(forward_logits(gpt, ids)[:, :-1], ids[:, 1:], 0.0)[0].backward()
     return gpt.decoder.layers[1].mlp.router.weight.grad
@@ -112,10 +120,31 @@ def test_router_losses_are_means_over_layers_and_passes_without_coefficients():
     assert take_router_losses(num_moe_layers=2, num_forwards=2) == (0, 0)
 
 
-def _balance(logits):
+def _balance(logits, weights=1.0):
     """E * sum of (share of the routed tokens) * (mean probability) over experts."""
     chosen = F.one_hot(logits.topk(2).indices, 4).sum(1).float()
-    return 4 * (chosen.mean(0) / 2 * logits.softmax(-1).mean(0)).sum()
+    return 4 * (weights * chosen.mean(0) / 2 * logits.softmax(-1).mean(0)).sum()
+
+
+def test_owned_experts_can_weigh_less_in_the_balance_loss():
+    """As the reference's using_decayed_aux_loss, from the logits of each router; the gradient, too."""
+    recipe = tiny.recipe(MODEL, aux_loss_coeff=0.5)
+    gpt = tiny.loaded(recipe, tiny.random_weights(MODEL), owned=[1, 2]).train()
+    weigh_owned_experts(gpt, 0.5)
+    weigh_owned_experts(gpt, 0.7)  # takes the place of the former
+    routers, inputs = [layer.mlp.router for layer in gpt.decoder.layers], []
+    for router in routers:
+        router.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().flatten(0, 1)))
+    (0 * forward_logits(gpt, tiny.tokens(MODEL)).sum()).backward()
+    expected = []
+    for router, x in zip(routers, inputs, strict=True):
+        weight = router.weight.detach().clone().requires_grad_()
+        loss = _balance(x @ weight.t(), torch.tensor([1.0, 0.7, 0.7, 1.0]))
+        (0.5 / 2 * loss).backward()
+        expected.append(loss.item())
+    # Of the last router alone: lower ones also move what those above them see. The language model's part is 0.
+    torch.testing.assert_close(routers[-1].weight.grad, weight.grad, atol=1e-6, rtol=1e-4)
+    assert take_router_losses(num_moe_layers=2, num_forwards=1).balance == pytest.approx(sum(expected) / 2, rel=1e-5)
 
 
 def _balance_loss(skew):

@@ -5,16 +5,25 @@ import torch
 from torch import nn
 
 from spes_mega.node.engine import in_pieces, norms_of_parts, parameter_groups
+from spes_mega.recipe import TrainSection
+
+TRAIN = TrainSection(weight_decay=0.1)
 
 
 def test_matrices_decay_and_norms_do_not_and_empty_groups_are_dropped():
     matrix, norm, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
     frozen.requires_grad_(False)
-    assert parameter_groups([norm, matrix, frozen], 0.1) == [
+    assert parameter_groups([norm, matrix, frozen], TRAIN) == [
         {"params": [matrix], "weight_decay": 0.1},
         {"params": [norm], "weight_decay": 0.0},
     ]
-    assert parameter_groups([matrix, frozen], 0.1) == [{"params": [matrix], "weight_decay": 0.1}]
+    assert parameter_groups([matrix, frozen], TRAIN) == [{"params": [matrix], "weight_decay": 0.1}]
+
+
+def test_with_decay_norms_everything_decays():
+    matrix, norm = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    train = TrainSection(weight_decay=0.1, decay_norms=True)
+    assert parameter_groups([norm, matrix], train) == [{"params": [norm, matrix], "weight_decay": 0.1}]
 
 
 def test_large_groups_are_cut_between_parameters():
@@ -29,7 +38,7 @@ def test_large_groups_are_cut_between_parameters():
 def test_ages_have_groups_of_their_own_the_oldest_first():
     old, new, norm = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     age = {id(old): 7, id(new): 0, id(norm): 7}
-    assert parameter_groups([norm, new, old], 0.1, lambda p: age[id(p)]) == [
+    assert parameter_groups([norm, new, old], TRAIN, lambda p: age[id(p)]) == [
         {"params": [old], "weight_decay": 0.1},
         {"params": [new], "weight_decay": 0.1},
         {"params": [norm], "weight_decay": 0.0},

@@ -53,6 +53,6 @@ def _dense(model: ModelSection) -> int:
 
 
 def tokens_per_step(recipe: Recipe, ranks: int) -> int:
-    """Tokens that one node trains on in an optimizer step."""
+    """Tokens that one node trains on in an optimizer step. Raises RecipeError: its batch cannot be divided so."""
     train = recipe.train
-    return ranks * train.micro_batch_size * train.grad_accumulation * train.seq_len
+    return ranks * train.micro_batch_size * train.accumulation(ranks) * train.seq_len

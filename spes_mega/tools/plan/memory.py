@@ -149,6 +149,7 @@ class _States:
         self.recipe, self.trained, self.frozen, self.ranks = recipe, trained, frozen, ranks
         self.piece = PIECE_ELEMENTS_CPU if device == "cpu" and recipe.train.zero_stage < 3 else PIECE_ELEMENTS
         self.stage = recipe.train.zero_stage
+        self.accumulation = recipe.train.accumulation(ranks)
         self.size = BYTES[recipe.train.dtype]
         self.zero: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
         self.share = -(-trained // ranks)
@@ -162,7 +163,7 @@ class _States:
     def sums_in_fp32(self) -> bool:
         """Gradients are summed over micro-batches in fp32 beside bf16 weights, as the engine asks for."""
         asked = self.recipe.deepspeed.get("data_types", {}).get("grad_accum_dtype", "fp32")
-        return self.size == 2 and self.recipe.train.grad_accumulation > 1 and asked == "fp32"
+        return self.size == 2 and self.accumulation > 1 and asked == "fp32"
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -194,7 +195,7 @@ class _States:
             return 0
         if self.bf16_optimizer:
             return 4 * self.trained
-        if self.stage < 3 and self.recipe.train.grad_accumulation == 1:
+        if self.stage < 3 and self.accumulation == 1:
             return 0
         if self.stage == 1:
             return self.size * self.trained

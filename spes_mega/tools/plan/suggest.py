@@ -65,10 +65,13 @@ def _changes(plan: Plan) -> Iterator[Change]:
         if gpus > 1 and stage > train.zero_stage:
             what = "gradients" if stage == 2 else "gradients and weights, gathered again for every pass"
             yield Change((f"train.zero_stage={stage}",), cost, f"the GPUs of a node divide {what}")
-    size, sums = train.micro_batch_size, train.grad_accumulation
+    size, sums = train.micro_batch_size, train.accumulation(gpus)
+    follows = train.batch_size is not None and train.grad_accumulation is None
     factor = 2
     while size % factor == 0:
-        settings = (f"train.micro_batch_size={size // factor}", f"train.grad_accumulation={sums * factor}")
+        settings: tuple[str, ...] = (f"train.micro_batch_size={size // factor}",)
+        if not follows:
+            settings += (f"train.grad_accumulation={sums * factor}",)
         yield Change(settings, 1.0 + 0.02 * factor, "smaller matrix products; the same tokens a step")
         factor *= 2
     offload = plan.recipe.deepspeed.get("zero_optimization", {}).get("offload_optimizer")
