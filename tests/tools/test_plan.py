@@ -135,10 +135,10 @@ def test_buckets_and_pieces_are_those_that_a_node_asks_deepspeed_for():
 
 def test_states_by_hand():
     """ZeRO 1-3 of two ranks: bf16 weights, fp32 masters and moments; frozen experts are weights alone."""
-    recipe = shipped("2b", "train.grad_accumulation=1")
+    recipe = shipped("2b", "train.batch_size=null")
     counts = count_parameters(recipe.model)
     trained, frozen = counts.trainable(1), counts.total - counts.trainable(1)
-    by_stage = [rank_memory(shipped("2b", "train.grad_accumulation=1", f"train.zero_stage={s}"), 1, 2, "cuda")
+    by_stage = [rank_memory(shipped("2b", "train.batch_size=null", f"train.zero_stage={s}"), 1, 2, "cuda")
                 for s in (1, 2, 3)]  # fmt: skip
     assert by_stage[0].weights == by_stage[1].weights == 2 * (trained + frozen)
     assert by_stage[2].weights < by_stage[1].weights
@@ -161,7 +161,7 @@ def test_a_rank_has_room_for_all_weights_at_the_start_and_for_the_largest_parame
     assert memory.phases["exchange"] > memory.phases["update"]
 
 
-NODE_MEMORY = ("train.seq_len=256", "train.micro_batch_size=1", "train.grad_accumulation=1")
+NODE_MEMORY = ("train.seq_len=256", "train.micro_batch_size=1", "train.batch_size=null")
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,6 @@ def test_measured_peaks_at_full_size_are_planned_within_a_tenth(row, owned, sett
     planned = rank_memory(shipped("2b", *NODE_MEMORY, *settings), owned, 1, "cpu").peak / GIB
     assert planned == pytest.approx(float(measured), rel=0.1)
     assert f"| {row} | {planned:.2f} GiB | {measured} GiB | {hub} GiB |" in docs
-
-
-@pytest.mark.parametrize(("owned", "published_gb"), [(16, 55), (1, 35)])
-def test_the_published_memory_of_the_2b_model(owned, published_gb):
-    """arXiv 2602.11543: 55 GB a node with DiLoCo, 35 GB with SPES. What is assumed stands in docs/memory.md."""
-    recipe = shipped("2b")
-    counts = count_parameters(recipe.model)
-    trained = counts.trainable(owned)
-    weights, gradients, adam = 4 * counts.total, 4 * trained, 8 * trained
-    logits = recipe.train.micro_batch_size * recipe.train.seq_len * recipe.model.vocab_size
-    loss = (2 + 4 + 4 + 4) * logits
-    kept = activation_bytes(recipe, owned, fused=True).kept
-    assert weights + gradients + adam + kept + loss == pytest.approx(published_gb * 1e9, rel=0.15)
 
 
 def test_flops_are_six_a_weight_where_everything_is_trained_and_four_where_it_is_frozen():
@@ -226,7 +213,7 @@ def test_the_recipes_own_wire_has_a_row_beside_the_codecs():
     wire = "spes.wire={up: {shared: bf16, experts: int8}, down: {shared: int8, experts: fp32}}"
     found = make_plan(shipped("2b", wire), machines()).spes.exchanges
     counts = count_parameters(load_recipe(CONFIGS / "2b.yaml").model)
-    experts = 16 * counts.expert  # of one expert, in all layers
+    experts = counts.moe_layers * counts.expert  # of one expert, in all layers
     assert found[CONFIGURED].up == pytest.approx(2 * counts.shared + experts, rel=2e-3)
     assert found[CONFIGURED].down == pytest.approx(counts.shared + 4 * 15 * experts, rel=2e-3)
     assert found["int8"].up < found[CONFIGURED].up < found["bf16"].up
@@ -305,7 +292,7 @@ def test_disks_hold_what_lossy_codecs_overlap_and_momentum_need():
     recipe = shipped("2b")
     counts = count_parameters(recipe.model)
     state, trained = 4 * counts.total, 4 * counts.trainable(1)
-    experts = 16 * 4 * counts.expert
+    experts = 4 * counts.moe_layers * counts.expert
 
     def disk(*settings: str):
         return make_plan(shipped("2b", *settings), machines()).disk
@@ -335,7 +322,7 @@ def test_a_suggestion_fits_and_nothing_cheaper_would():
     assert suggest(make_plan(shipped("2b"), machines())) == []
     (found,) = suggest(make_plan(shipped("2b"), machines(memory=20 * GIB)))
     assert found.fits
-    assert found.settings == ("train.micro_batch_size=2", "train.grad_accumulation=16")
+    assert found.settings == ("train.micro_batch_size=2",)
     changed = make_plan(shipped("2b", *found.settings), machines(memory=20 * GIB))
     assert changed.spes.fits
     assert changed.spes.peak == found.peak_bytes
@@ -344,7 +331,7 @@ def test_a_suggestion_fits_and_nothing_cheaper_would():
 
 
 def test_nothing_is_suggested_that_a_node_would_refuse():
-    asked = machines(gpus=4, memory=16 * GIB)
+    asked = machines(gpus=4, memory=24 * GIB)
     (found,) = suggest(make_plan(shipped("2b"), asked))
     assert found.settings == ("train.zero_stage=2",)
     (found,) = suggest(make_plan(shipped("2b", "deepspeed={zero_optimization: {stage: 1}}"), asked))
@@ -395,7 +382,8 @@ def test_the_table_marks_the_recipes_own_codecs():
 def test_the_report_says_where_an_offloaded_optimizer_lies(device, where):
     offload = f"deepspeed.zero_optimization.offload_optimizer={{device: {device}, nvme_path: /nvme}}"
     text = run(str(CONFIGS / "2b.yaml"), "--set", offload, "--set", "train.zero_stage=3")
-    assert f"{where} of a node for the optimizer that is offloaded: 7.66 GB" in text
+    trained = count_parameters(load_recipe(CONFIGS / "2b.yaml").model).trainable(1)
+    assert f"{where} of a node for the optimizer that is offloaded: {16 * trained / 1e9:.2f} GB" in text
 
 
 @pytest.mark.parametrize(("build", "other"), [("cpu", "cuda"), ("cuda", "cpu")])

@@ -238,13 +238,20 @@ def _centralized(recipe: Recipe, machines: Machines) -> Scheme:
     """One job over all GPUs: ZeRO shards over all of them, gradients meet every step; there is no hub."""
     spes, model = recipe.spes, recipe.model
     nodes = tuple(range(spes.num_nodes))
-    group = _group(recipe, nodes, model.num_experts, machines, machines.gpus * len(nodes))
+    group = _group(_with_all_batches(recipe), nodes, model.num_experts, machines, machines.gpus * len(nodes))
     exchanges = {}
     for codec, size in (("fp32", 4), ("bf16", 2)):
         moved = spes.sync_every * centralized_bytes(group.trained, len(nodes), size)
         seconds = 8 * moved / machines.links.node
         exchanges[codec] = Exchange(moved, moved, moved, seconds, 0.0, seconds, _share(seconds, group.compute_s))
     return Scheme("centralized", (group,), exchanges)
+
+
+def _with_all_batches(recipe: Recipe) -> Recipe:
+    """A step of one job takes the samples that all nodes take in one."""
+    size = recipe.train.batch_size
+    train = recipe.train.model_copy(update={"batch_size": size and size * recipe.spes.num_nodes})
+    return recipe.model_copy(update={"train": train})
 
 
 def _share(lost_s: float, compute_s: float) -> float:
