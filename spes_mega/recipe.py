@@ -10,13 +10,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from spes_mega.agreement import MEANING, meanings
 from spes_mega.errors import RecipeError, system_errors
 from spes_mega.strict_yaml import MAX_DEPTH, YamlError, parse_yaml
 from spes_mega.text_files import read_text
@@ -556,25 +557,11 @@ class Recipe(Section):
         agreed.pop("name")
         agreed.pop("upcycle")
         as_json: dict[str, Any] = json.loads(json.dumps(agreed))
-        return as_json
+        return as_json | {MEANING: meanings(as_json)}
 
     def digest(self) -> str:
         """Hex SHA-256 of what is agreed."""
         return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
-
-
-def differences(theirs: dict[str, Any], mine: dict[str, Any], holder: str, path: str = "") -> Iterator[str]:
-    """Fields that differ in what is agreed of two recipes, with both values; the `holder` has the other one."""
-    for key in theirs | mine:
-        its, own = theirs.get(key, ...), mine.get(key, ...)
-        if isinstance(its, dict) and isinstance(own, dict):
-            yield from differences(its, own, holder, f"{path}{key}.")
-        elif _text(its) != _text(own):
-            yield f"{path}{key}: {_text(its)} in the {holder}, {_text(own)} in the recipe"
-
-
-def _text(value: Any) -> str:
-    return "nothing" if value is ... else json.dumps(value)
 
 
 def _agreed(section: BaseModel) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GROUND = {
     "recipe",
+    "agreement",
     "validation",
     "errors",
     "crash_report",

@@ -53,7 +53,7 @@ def _short(recipe: Path, overrides: tuple[str, ...], sequence: int, steps: int, 
     settings = (
         *overrides,
         *(f"train.{key}={value}" for key, value in {
-            "steps": steps, "warmup_steps": 0, "seq_len": sequence, "micro_batch_size": 1, "grad_accumulation": 1,
+            "steps": steps, "warmup_steps": 0, "seq_len": sequence, "batch_size": "null", "micro_batch_size": 1,
             "log_every": 1,
         }.items()),
         *(f"spes.{key}={value}" for key, value in {

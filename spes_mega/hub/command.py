@@ -8,6 +8,7 @@ from types import FrameType
 import click
 import torch
 
+from spes_mega.agreement import CHANGEABLE
 from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, exposed, read_token
 from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
@@ -39,6 +40,12 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override a field of the recipe."
 )
+@click.option(
+    "--change",
+    multiple=True,
+    type=click.Choice(CHANGEABLE),
+    help="Go on with a state in which this field had another meaning.",
+)
 @click.option("--drain", "draining", is_flag=True, help="Ask the hub that uses --state to end after its open round.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def command(
@@ -51,6 +58,7 @@ def command(
     token_file: Path | None,
     insecure: bool,
     overrides: tuple[str, ...],
+    change: tuple[str, ...],
     draining: bool,
     as_json: bool,
 ) -> None:
@@ -79,7 +87,7 @@ def command(
     guard = Guard.of(read_hub(keys) if keys else None, shared, mutual_tls)
     check_listen(listen, token=bool(guard.callers), encrypted=guard.keys is not None, insecure=insecure)
     server = HubServer(loaded, listen, guard, console)
-    run = Run(loaded, state, init, console)
+    run = Run(loaded, state, init, console, change)
     _stop_on_signals(run)
     gc.freeze()  # what is loaded stays: the collector need not look through it in the midst of a round's closing
     finished = server.serve(run)

@@ -48,7 +48,9 @@ T = TypeVar("T")
 class Run:
     """Opens a state directory, makes the initial state in a new one, and closes rounds."""
 
-    def __init__(self, recipe: Recipe, state: Path, init: Path | None, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, state: Path, init: Path | None, console: Console, change: Collection[str] = ()
+    ) -> None:
         """Raises StoreError (the directory is another run's or in use) or CheckpointError (`init` does not fit)."""
         self.recipe = recipe
         self.shapes = expected_tensors(recipe.model)
@@ -59,7 +61,7 @@ class Run:
         self._chunk_bytes = chunk_bytes(recipe.spes.num_nodes)
         self._console = console
         self._room = Room(recipe.spes.on_full_disk, console)
-        self._store = Store(state, recipe)
+        self._store = Store(state, recipe, change)
         try:
             with naming(state):
                 self._open(init)

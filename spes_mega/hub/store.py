@@ -26,7 +26,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from spes_mega.agreement import differences, told
 from spes_mega.errors import CheckpointError, StoreError
 from spes_mega.hub import members as members_format
 from spes_mega.hub.drain import LOCK, REQUEST
@@ -46,7 +47,7 @@ from spes_mega.hub.state_folder import PARTS, check_layout, check_own, naming
 from spes_mega.hub.terms import Terms
 from spes_mega.layout.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.recipe import Recipe, differences
+from spes_mega.recipe import Recipe
 
 FORMAT = 1
 LOCK_TRIES = 5
@@ -71,8 +72,11 @@ class Closing:
 class Store:
     """Opens (or makes) a state directory and holds its lock until `close`."""
 
-    def __init__(self, root: Path, recipe: Recipe) -> None:
-        """Raises StoreError: another run's or another hub's directory, or one that cannot be used."""
+    def __init__(self, root: Path, recipe: Recipe, change: Collection[str] = ()) -> None:
+        """Open `root`, whose run may have had other values of the fields in `change`.
+
+        Raises StoreError: another run's or another hub's directory, or one that cannot be used.
+        """
         self.root = root
         self._recipe = recipe
         self._terms = Terms(recipe.spes)
@@ -84,7 +88,7 @@ class Store:
                 (root / part).mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
             try:
-                self._check_run()
+                self._check_run(change)
             except BaseException:
                 self.close()
                 raise
@@ -312,7 +316,7 @@ class Store:
         os.close(fd)
         raise StoreError(f"{self.root}: another hub is using this state directory")
 
-    def _check_run(self) -> None:
+    def _check_run(self, change: Collection[str]) -> None:
         path = self.root / "run.json"
         mine: dict[str, Any] = {"format": FORMAT, "name": self._recipe.name, "digest": self._recipe.digest()}
         mine["agreed"] = self._recipe.agreed()
@@ -325,16 +329,21 @@ class Store:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise StoreError(f"{path}: not a state directory of format {FORMAT}")
         if found.get("digest") != mine["digest"]:
+            # without a state the first start failed, say at an --init of another shape
             if self.newest() is not None:
-                raise StoreError(self._of_another_recipe(found))
-            # the first start failed, say at an --init of another shape
+                self._check_changes(found, change)
             write_text(path, json.dumps(mine, indent=1))
 
-    def _of_another_recipe(self, found: dict[str, Any]) -> str:
+    def _check_changes(self, found: dict[str, Any], change: Collection[str]) -> None:
+        """Raise StoreError unless the state is of this recipe, but for fields in `change`."""
         its, mine = found.get("agreed"), self._recipe
-        fields = "; ".join(differences(its, mine.agreed(), "state")) if isinstance(its, dict) else ""
-        what = fields or f"digest {str(found.get('digest'))[:12]}; this one is {mine.name}, {mine.digest()[:12]}"
-        return (
+        known = isinstance(its, dict)
+        fields = differences(its, mine.agreed()) if isinstance(its, dict) else {}
+        if known and fields.keys() <= set(change):
+            return
+        what = told(fields, "state")
+        what = what or f"digest {str(found.get('digest'))[:12]}; this one is {mine.name}, {mine.digest()[:12]}"
+        raise StoreError(
             f"{self.root}: holds the rounds of another recipe ({found.get('name')}: {what}): choose another --state, "
             "or start with the recipe that it belongs to"
         )

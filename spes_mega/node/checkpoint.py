@@ -3,7 +3,7 @@
 The directory's files are described in `checkpoint_files`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from spes_mega.agreement import differences, told
 from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout.checksums import require
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
@@ -18,7 +19,7 @@ from spes_mega.node.checkpoint_files import Shelf, read_state, step_of
 from spes_mega.node.data import DataIdentity, NodeData
 from spes_mega.node.moments import KEYS, Moments
 from spes_mega.node.weight_source import Position
-from spes_mega.recipe import Recipe, differences
+from spes_mega.recipe import Recipe
 
 WEIGHTS, MOMENTS, RNG, RESIDUAL = (f"{name}.safetensors" for name in ("weights", "moments", "rng", "residual"))
 
@@ -114,19 +115,22 @@ class Checkpoint:
     def close(self) -> None:
         self._stack.close()
 
-    def check(self, mine: Identity, num_experts: int) -> None:
+    def check(self, mine: Identity, num_experts: int, change: Collection[str] = ()) -> None:
         """Raises CheckpointError: it is of another node, recipe, seed or dataset; says which, and what in a recipe.
 
-        Or it speaks of experts that there are not.
+        Or it speaks of experts that there are not. Fields in `change` may have another value.
         """
         its = self.state.identity
         data = its.data if mine.data.is_as_in(its.data) else mine.data
-        fields = "; ".join(differences(its.agreed, mine.agreed, "checkpoint")) if its.agreed and mine.agreed else ""
-        set_back = f"set back what differs ({fields})" if fields else "set the fields that are not local back"
+        fields = differences(its.agreed, mine.agreed) if its.agreed and mine.agreed else {}
+        told_fields = told(fields, "checkpoint")
+        set_back = f"set back what differs ({told_fields})" if fields else "set the fields that are not local back"
+        allowed = its.agreed is not None and fields.keys() <= set(change)
+        recipe = its.recipe if allowed else mine.recipe
         for what, theirs, own, cure in (
             ("of node {}", its.node, mine.node, "each node needs an --out of its own"),
             ("with train.seed {}", its.seed, mine.seed, "set it back"),
-            ("of a recipe with digest {}", its.recipe[:12], mine.recipe[:12], set_back),
+            ("of a recipe with digest {}", its.recipe[:12], recipe[:12], set_back),
             ("with {}", its.data.text, data.text, "give the dataset of before"),
         ):
             if theirs != own:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from spes_mega.agreement import CHANGEABLE
 from spes_mega.errors import DataError, system_errors
 from spes_mega.hub.access import Access, read_access
 
@@ -28,6 +29,8 @@ class NodeOptions:
     insecure: bool
     resume: str
     """auto, never, or the path of a checkpoint."""
+    change: tuple[str, ...]
+    """Fields that may have had another meaning in the checkpoint that is resumed."""
     overrides: tuple[str | Path, ...]
     """As `load_recipe` takes them: overlays, then settings."""
 
@@ -63,7 +66,8 @@ class NodeOptions:
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
         insecure = ["--insecure"] if self.insecure else []
         over = [("--overlay" if isinstance(one, Path) else "--set", str(one)) for one in self.overrides]
-        return [str(self.recipe), *given, *insecure, *(part for pair in over for part in pair)]
+        changes = [part for field in self.change for part in ("--change", field)]
+        return [str(self.recipe), *given, *insecure, *changes, *(part for pair in over for part in pair)]
 
 
 def node_options(command: Command) -> Command:
@@ -86,6 +90,12 @@ def node_options(command: Command) -> Command:
                 show_default=True,
                 metavar="auto|never|PATH",
                 help="checkpoint to go on from; auto: the newest in OUT/checkpoints",
+            ),
+            click.option(
+                "--change",
+                multiple=True,
+                type=click.Choice(CHANGEABLE),
+                help="go on from a checkpoint in which this field had another meaning",
             ),
             click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override section.field"),
         )

@@ -47,7 +47,7 @@ class Resume:
             self._checkpoint = find_checkpoint(resume, self._folder, say)
             if (found := self._checkpoint) is None:
                 return None
-            found.check(self._identity, recipe.model.num_experts)
+            found.check(self._identity, recipe.model.num_experts, options.change)
             if found.state.identity.data.contents is None:
                 say(f"{found.path} is of an earlier version: whether the dataset has the same contents is not known")
             return str(found.path), found.state.model_dump(mode="json")

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from safetensors import safe_open
 
 from hub.fabricated import assert_same, make_recipe, read_state
+from spes_mega.agreement import BALANCE
 from spes_mega.errors import StoreError
 from spes_mega.hub import store as store_module
 from spes_mega.hub.initial import commit_initial
@@ -168,6 +170,44 @@ def test_another_recipe_and_another_hub_are_refused(store, tmp_path):
     with pytest.raises(StoreError, match=rf"another recipe \(fabricated: digest {known['digest'][:12]}; this one is"):
         Store(tmp_path / "state", make_recipe(sync_every=5))
     store._lock = store._take_lock()
+
+
+def as_before_the_balance_loss_was_a_mean(run):
+    """Rewrite run.json as versions had it that added the layers up, and had no fields for what they always did."""
+    known = json.loads(run.read_text())
+    agreed = known["agreed"]
+    del agreed["meaning"], agreed["model"]["init"]
+    for field in ("warmup_from", "decay_norms", "aux_loss_warmup"):
+        del agreed["train"][field]
+    known["digest"] = hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+    run.write_text(json.dumps(known))
+
+
+def test_a_state_made_under_another_meaning_is_refused_unless_told_to(store, tmp_path):
+    recipe, run = make_recipe(), tmp_path / "state/run.json"
+    store.close()
+    as_before_the_balance_loss_was_a_mean(run)
+    with pytest.raises(StoreError) as refused:
+        Store(tmp_path / "state", recipe)
+    assert (
+        'train.aux_loss_coeff: "weight of the sum over MoE layers" in the state, "weight of the mean over MoE layers" '
+        "in the recipe; to go on with what is meant today, give --change train.aux_loss_coeff to the hub"
+    ) in str(refused.value)
+    with pytest.raises(StoreError, match=r"spes\.sync_every: 10 in the state, 5 in the recipe"):
+        Store(tmp_path / "state", make_recipe(sync_every=5), change=[BALANCE])
+    Store(tmp_path / "state", recipe, change=[BALANCE]).close()
+    store._lock = Store(tmp_path / "state", recipe)._lock  # from now on without being told
+
+
+def test_where_nothing_changed_its_meaning_an_earlier_state_goes_on(tmp_path):
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"aux_loss_coeff": 0.0})})
+    store = Store(tmp_path / "earlier", recipe)
+    commit_initial(store, recipe, None)
+    store.close()
+    as_before_the_balance_loss_was_a_mean(tmp_path / "earlier/run.json")
+    Store(tmp_path / "earlier", recipe).close()
+    assert json.loads((tmp_path / "earlier/run.json").read_text())["digest"] == recipe.digest()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_experts_that_change_hands_are_refused_before_anything_is_given_up(swapp
 
 def test_checkpoints_are_refused_before_the_first_step(swapping, ranks, tmp_path):
     recipe = swapping.recipe
-    options = SimpleNamespace(node=0, out=tmp_path / "out", resume="auto")
+    options = SimpleNamespace(node=0, change=(), out=tmp_path / "out", resume="auto")
     resume = Resume(recipe, options, NodeData(recipe, 0), ranks, lambda text: None)
     source = LoneNode(recipe, ranks, options.out, None)
     with pytest.raises(SpesError, match=REFUSAL) as refused, resume.saver(swapping, Position(0, 0), source):

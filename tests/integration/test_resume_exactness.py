@@ -29,7 +29,7 @@ class Node:
     def __init__(self, folder, recipe, ranks, resume="auto"):
         folder.mkdir(exist_ok=True)
         self.said, self.recipe, self.ranks = [], recipe, ranks
-        options = SimpleNamespace(node=0, out=folder / "out", resume=resume)
+        options = SimpleNamespace(node=0, change=(), out=folder / "out", resume=resume)
         data = NodeData(recipe, 0)
         self.resume = Resume(recipe, options, data, ranks, self.said.append)
         self.source = LoneNode(recipe, ranks, folder / "out", None)

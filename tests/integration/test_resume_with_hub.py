@@ -38,7 +38,7 @@ class Node:
         self.said = []
         self.recipe, self.ranks = recipe, ranks
         data = NodeData(recipe, 0)
-        options = SimpleNamespace(node=0, out=folder / "out", resume=resume)
+        options = SimpleNamespace(node=0, change=(), out=folder / "out", resume=resume)
         client = HubClient.for_recipe(recipe, hub.address, 0)
         self.resume = Resume(recipe, options, data, ranks, self.said.append)
         arguments = (0, EVERYONE, ranks, StopRequest(), client, self.said.append)

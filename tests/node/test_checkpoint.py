@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spes_mega.agreement import BALANCE
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.checksums import checksum_of
 from spes_mega.layout.safetensors_format import CODES
@@ -23,6 +24,12 @@ from spes_mega.node.checkpoint import (
 from spes_mega.node.checkpoint_files import Shelf, TensorFileWriter, finish
 from spes_mega.node.data import DataIdentity
 from spes_mega.node.weight_source import Position
+from spes_mega.recipe import Recipe
+
+MOE = {
+    "family": "qwen3_moe", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+    "num_experts": 4, "top_k": 2, "expert_hidden_size": 32, "vocab_size": 100,
+}  # fmt: skip
 
 DATA = DataIdentity(num_tokens=100, index_sha256="ab" * 32, sharding="shared")
 MINE = Identity(node=0, recipe="12" * 32, seed=1, data=DATA)
@@ -321,3 +328,18 @@ def test_random_numbers_go_on(tmp_path):
     expected = torch.rand(5)
     set_random_state(state)
     assert torch.equal(torch.rand(5), expected)
+
+
+def test_a_checkpoint_made_under_another_meaning_is_refused_unless_told_to(tmp_path):
+    recipe = Recipe.model_validate({"model": MOE})
+    agreed = recipe.agreed()
+    mine = MINE.model_copy(update={"recipe": recipe.digest(), "agreed": agreed})
+    before = {key: value for key, value in agreed.items() if key != "meaning"}
+    earlier = mine.model_copy(update={"recipe": "34" * 32, "agreed": before})
+    checkpoint = open_checkpoint_directory(write(tmp_path, 2, earlier))
+    with pytest.raises(CheckpointError, match=r"give --change train\.aux_loss_coeff to the hub and to its nodes"):
+        checkpoint.check(mine, 4)
+    checkpoint.check(mine, 4, change=[BALANCE])
+    other = mine.model_copy(update={"agreed": agreed | {"train": agreed["train"] | {"lr": 1.0}}, "recipe": "56" * 32})
+    with pytest.raises(CheckpointError, match=r"train\.lr: 0\.0005 in the checkpoint, 1\.0 in the recipe"):
+        checkpoint.check(other, 4, change=[BALANCE])
