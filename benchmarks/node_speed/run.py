@@ -12,7 +12,7 @@ import click
 import torch
 
 from spes_mega.node.launch import free_port
-from spes_mega.node.main import _prepare_process
+from spes_mega.node.main import prepare_process
 from spes_mega.recipe import Recipe
 
 MODEL = {
@@ -36,7 +36,7 @@ def main(rounds: int, micro_batch_size: int, dtype: str, small: bool, profile: b
         "seq_len": 512, "micro_batch_size": micro_batch_size, "dtype": dtype, "lr": 1e-4, "steps": 10_000
     }  # fmt: skip
     recipe = Recipe.model_validate({"model": MODEL | (SMALL if small else {}), "train": train})
-    _prepare_process()
+    prepare_process(1)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone | {"MASTER_PORT": str(free_port())})
     figures = _measure(recipe, rounds, profile)

@@ -36,7 +36,7 @@ def train(options: NodeOptions) -> None:
     place = take_place()
     recipe = load_recipe(options.recipe, options.overrides)
     check_node(recipe, options.node, options.hub)
-    _prepare_process(place)
+    prepare_process(place.local_size)
     from spes_mega.node.process_group import naming_both_ends, process_group
     from spes_mega.node.ranks import Ranks
 
@@ -51,15 +51,15 @@ def train(options: NodeOptions) -> None:
             _Node(recipe, options, ranks, stop, place).run()
 
 
-def _prepare_process(place: Place) -> None:
-    """Settings that must be made before torch and DeepSpeed are imported, or soon after."""
+def prepare_process(ranks_here: int) -> None:
+    """Make the settings that torch and DeepSpeed need early, for one of `ranks_here` processes on this machine."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
     if "OMP_NUM_THREADS" not in os.environ:
         # each rank would take all cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     # A CUDA build of torch says that there is a CUDA toolkit and no GPU; a node then is one on the CPU, which it says
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # DeepSpeed calls what the newest torch renames

@@ -15,7 +15,7 @@ import torch
 
 from spes_mega.layout import initial_tensor
 from spes_mega.node.launch import free_port
-from spes_mega.node.main import _prepare_process
+from spes_mega.node.main import prepare_process
 from spes_mega.recipe import load_recipe
 
 WARM_UP, MEASURED = 3, 10
@@ -66,7 +66,7 @@ def measure(recipe, owned):
 
 
 if __name__ == "__main__":
-    _prepare_process()
+    prepare_process(1)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone | {"MASTER_PORT": str(free_port())})
     figures = measure(load_recipe(Path(sys.argv[1])), int(sys.argv[2]))

@@ -5,6 +5,7 @@ Prints one JSON line a configuration: what was exact and what was not.
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 from math import prod
@@ -14,10 +15,10 @@ import torch
 
 from spes_mega.errors import DataError, SpesError
 from spes_mega.layout import expert_of, initial_tensor
-from spes_mega.node.main import _prepare_process
+from spes_mega.node.main import prepare_process
 from spes_mega.recipe import Recipe, load_recipe
 
-_prepare_process()
+prepare_process(int(os.environ["LOCAL_SIZE"]))
 
 import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
