@@ -9,6 +9,7 @@ from spes_mega.recipe import ModelSection
 
 _CUT = 3
 """Standard deviations at which truncated weights are cut."""
+_AT_ONCE = 1 << 22
 _SCALED = ("o_proj.weight", "down_proj.weight")
 
 
@@ -30,7 +31,15 @@ def initial_tensor(model: ModelSection, name: str, shape: tuple[int, ...], seed:
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if model.init == "truncated":
-        cut, drawn = _CUT * model.init_std, torch.empty(shape)
-        return torch.nn.init.trunc_normal_(drawn, 0.0, model.init_std, -cut, cut, generator=generator(seed, name))
+        return _truncated(shape, generator(seed, name)).mul_(model.init_std)
     std = model.init_std / math.sqrt(2 * model.num_layers) if name.endswith(_SCALED) else model.init_std
     return torch.randn(shape, generator=generator(seed, name)) * std
+
+
+def _truncated(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """Draw N(0, 1), and again what lies beyond the cut; torch's own takes four times the tensor's memory for it."""
+    drawn = torch.randn(shape, generator=random)
+    for part in drawn.view(-1).split(_AT_ONCE):
+        while len(outside := (part.abs() > _CUT).nonzero().flatten()):
+            part[outside] = torch.randn(len(outside), generator=random)
+    return drawn
