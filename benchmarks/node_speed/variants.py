@@ -27,6 +27,7 @@ class OneBatch:
     def __init__(self, recipe: Recipe) -> None:
         train, self.samples_per_step = recipe.train, recipe.train.micro_batch_size
         shape = (train.micro_batch_size, train.seq_len + 1)
+        self.accumulation = 1
         self.tokens = np.random.default_rng(0).integers(0, recipe.model.vocab_size, shape)
 
     def batch(self, done: int, micro_step: int) -> Any:

@@ -108,8 +108,8 @@ class Case:
         """Returns the sum of the losses of the micro-batches."""
         self.engine.train()
         total = 0.0
-        set_router_loss_scale(1 / self.recipe.train.grad_accumulation)
-        for part in tokens.chunk(self.recipe.train.grad_accumulation):
+        set_router_loss_scale(1 / self.recipe.train.accumulation(self.ranks.size))
+        for part in tokens.chunk(self.recipe.train.accumulation(self.ranks.size)):
             logits = forward_logits(self.engine, part[:, :-1].contiguous())
             loss = sum(language_model_loss(logits, part[:, 1:].contiguous(), 1e-5))
             self.engine.backward(loss)

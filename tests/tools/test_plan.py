@@ -168,8 +168,8 @@ NODE_MEMORY = ("train.seq_len=256", "train.micro_batch_size=1", "train.batch_siz
     ("row", "owned", "settings"),
     [
         ("2 B, one of 16 experts owned", 1, ()),
-        ("5 of its 16 layers, all experts owned", 16, ("model.num_layers=5",)),
-        ("5 of its 16 layers, one of 16 owned", 1, ("model.num_layers=5",)),
+        ("5 of its 12 layers, all experts owned", 16, ("model.num_layers=5",)),
+        ("5 of its 12 layers, one of 16 owned", 1, ("model.num_layers=5",)),
     ],
 )
 def test_measured_peaks_at_full_size_are_planned_within_a_tenth(row, owned, settings):
