@@ -6,6 +6,7 @@ import random
 import deepspeed
 import numpy as np
 import pytest
+import torch
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -64,6 +65,7 @@ def write_recipe(dataset):
 @pytest.fixture(scope="session")
 def ranks():
     """This process as the only rank of a node."""
+    torch.set_num_threads(1)  # as the processes that it is compared with: sums of two threads are rounded otherwise
     ensure_parallel_state()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
