@@ -87,6 +87,8 @@ def read_caller(directory: Path) -> tuple[str | None, CallerTls]:
 
 def _read(directory: Path, name: str) -> bytes:
     path = directory / name
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+        raise AccessError(f"{path}: not a file")
     try:
         return path.read_bytes()
     except FileNotFoundError as e:
@@ -101,6 +103,8 @@ def _read(directory: Path, name: str) -> bytes:
 def _read_ca(directory: Path) -> bytes:
     ca = _read(directory, CA)
     try:
+        if not ca.strip():  # which would stand for the authorities that the system trusts
+            raise ValueError("it is empty")
         ssl.create_default_context(cadata=ca.decode("ascii"))
     except (ValueError, OSError) as e:
         raise AccessError(f"{directory / CA}: not a certificate in PEM: {e}") from e
@@ -130,7 +134,7 @@ def read_callers(path: Path) -> dict[bytes, str]:
     try:
         raw = json.loads(_read(path.parent, path.name))
         callers = {bytes.fromhex(_checked(_HASH, text)): _checked(_CALLER, name) for name, text in raw.items()}
-    except (ValueError, AttributeError) as e:
+    except (ValueError, AttributeError, RecursionError) as e:
         raise AccessError(f"{path}: expected names of callers with the SHA-256 of their tokens: {e}") from e
     if len(callers) < len(raw):
         raise AccessError(f"{path}: two callers have the same token")

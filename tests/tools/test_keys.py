@@ -1,6 +1,7 @@
 """`spes-mega keys`: what is written, for whom, and what it refuses."""
 
 import datetime
+import os
 import stat
 
 import pytest
@@ -77,6 +78,19 @@ def test_what_is_no_host_is_refused_and_leaves_nothing(tmp_path, host):
     with pytest.raises(AccessError, match="expected a name or an address, without a port"):
         keys("new", "--nodes", 1, "--host", host, "--out", tmp_path / "keys")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "hub.pem", "hub.key", "tokens.json"])
+@pytest.mark.parametrize("damage", ["empty", "deep", "pipe"])
+def test_a_damaged_file_of_the_hub_is_named_at_once(made, name, damage):
+    path = made / "hub" / name
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("[" * 100_000 if damage == "deep" else "")
+    with pytest.raises(AccessError, match=rf"/hub/(hub\.pem|{name}): "):
+        read_hub(made / "hub")
 
 
 def test_one_more_node_is_added_to_the_hubs_list(made):
