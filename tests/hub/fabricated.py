@@ -1,5 +1,6 @@
 """Small runs with made-up training: what nodes push, and what a round must give, in plain torch."""
 
+import os
 import time
 from pathlib import Path
 
@@ -124,4 +125,5 @@ def read_state(path):
 
 def pushes_in(state):
     """All files that a hub keeps for pushes, but for those that the open round's may be written over."""
-    return [path for path in (state / "pushes").rglob("*") if path.is_file() and path.suffix != ".spare"]
+    walk = os.walk(state / "pushes")  # which does not mind that the hub removes a folder meanwhile
+    return [path for folder, _, names in walk for path in map(Path(folder).joinpath, names) if path.suffix != ".spare"]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from making import run
@@ -179,9 +180,10 @@ def tensors_of(path):
 
 def test_what_stands_beside_the_weights(make_dense, tmp_path):
     src = make_dense(max_position_embeddings=64)
-    (src / "tokenizer.json").write_text("{}")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(src / "tokenizer.json"))
     plan = run(src, tmp_path / "moe", num_experts=4, seed=9)
-    assert (tmp_path / "moe/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "moe/tokenizer.json").read_bytes() == (src / "tokenizer.json").read_bytes()
     assert (tmp_path / "moe/generation_config.json").read_bytes() == (src / "generation_config.json").read_bytes()
     facts = json.loads((tmp_path / "moe/upcycle.json").read_text())
     assert facts["settings"] == plan.settings.model_dump()

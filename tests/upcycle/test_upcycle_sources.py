@@ -163,7 +163,7 @@ BROKEN = {
     "no config": (lambda src: (src / "config.json").unlink(), "config.json: cannot read"),
     "no weights": (lambda src: (src / "model.safetensors").unlink(), "no weights"),
     "too large for fp16": (set_value(UP, 1e6), "too large for fp16"),
-    "no JSON": (lambda src: (src / "config.json").write_text("{"), "config.json: not valid JSON"),
+    "no JSON": (lambda src: (src / "config.json").write_text("{"), "config.json:1: not valid JSON"),
     "garbage": (lambda src: (src / "model.safetensors").write_bytes(b"x" * 99), "not a safetensors file"),
 }
 
