@@ -277,6 +277,15 @@ def test_spes_needs_less_than_diloco_of_everything():
     assert centralized.exchanges["bf16"].seconds > 50 * diloco.exchanges["bf16"].seconds / 16
 
 
+@pytest.mark.parametrize("changes", [(), ("train.batch_size=null",), ("train.grad_accumulation=8",)])
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_one_job_over_all_machines_computes_as_long_as_nodes_that_train_everything(changes, gpus):
+    if gpus > 1 and changes == ("train.grad_accumulation=8",):
+        changes = ("train.grad_accumulation=2",)
+    _, diloco, centralized = make_plan(shipped("2b", *changes), machines(gpus=gpus)).schemes
+    assert centralized.compute_s == pytest.approx(diloco.compute_s)
+
+
 def test_checkpoints_need_room_for_weights_and_moments_of_what_is_trained():
     plan = make_plan(shipped("2b"), machines())
     trained = max(group.trained for group in plan.spes.groups)

@@ -211,7 +211,8 @@ def _rounds(name: str, recipe: Recipe, ownership: Ownership, machines: Machines)
 def _group(recipe: Recipe, nodes: tuple[int, ...], owned: int, machines: Machines, ranks: int) -> NodeGroup:
     memory = rank_memory(recipe, owned, ranks, machines.device, machines.torch)
     flops = flops_per_token(recipe, owned)
-    seconds = flops.total * _tokens(recipe, machines) / (machines.gpus * machines.tflops * 1e12)
+    tokens = tokens_per_step(recipe, ranks) * recipe.spes.sync_every
+    seconds = flops.total * tokens / (ranks * machines.tflops * 1e12)
     trained = count_parameters(recipe.model).trainable(owned)
     return NodeGroup(nodes, owned, trained, memory, flops, seconds, memory.peak <= USABLE * machines.memory)
 
