@@ -5,8 +5,8 @@ All is JSON: nested mappings of a recipe's fields, as `Recipe.agreed` gives them
 
 import copy
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 Agreed = dict[str, Any]
 
@@ -23,6 +23,18 @@ _ADDED_LATER: tuple[tuple[str, str, Any], ...] = (
     ("train", "aux_loss_warmup", 0.0),
 )
 """Fields, each with what versions did that did not have it."""
+_MEANT = f"{MEANING}."
+
+
+class Difference(NamedTuple):
+    """What a field is on both sides, as JSON ("nothing" where one has none), and whether it is meant differently."""
+
+    its: str
+    own: str
+    meaning: bool
+
+    def and_of(self, other: "Difference") -> "Difference":
+        return Difference(f"{self.its}, {other.its}", f"{self.own}, {other.own}", other.meaning)
 
 
 def meanings(agreed: Agreed, balance: str = MEAN) -> Agreed:
@@ -46,28 +58,41 @@ def in_todays_terms(agreed: Agreed) -> Agreed:
     return today
 
 
-def differences(theirs: Agreed, mine: Agreed) -> dict[str, tuple[str, str]]:
-    """Return the fields that differ, with both values as JSON ("nothing" where one has none)."""
-    return dict(_differences(in_todays_terms(theirs), mine, ""))
+def differences(theirs: Agreed, mine: Agreed) -> dict[str, Difference]:
+    """Return the fields that differ, in value or in meaning."""
+    found: dict[str, Difference] = {}
+    for field, difference in _differences(in_todays_terms(theirs), mine, ""):
+        name = field.removeprefix(_MEANT)
+        if name not in found:
+            found[name] = difference
+        elif difference.meaning:
+            found[name] = found[name].and_of(difference)
+    return found
 
 
-def _differences(theirs: Agreed, mine: Agreed, path: str) -> Iterator[tuple[str, tuple[str, str]]]:
+def _differences(theirs: Agreed, mine: Agreed, path: str) -> Iterator[tuple[str, Difference]]:
     for key in theirs | mine:
         its, own = theirs.get(key, ...), mine.get(key, ...)
         if isinstance(its, dict) and isinstance(own, dict):
-            yield from _differences(its, own, "" if key == MEANING else f"{path}{key}.")
+            yield from _differences(its, own, f"{path}{key}.")
         elif _text(its) != _text(own):
-            yield f"{path}{key}", (_text(its), _text(own))
+            meaning = path == _MEANT and its is not ... and own is not ...
+            yield f"{path}{key}", Difference(_text(its), _text(own), meaning)
 
 
 def _text(value: Any) -> str:
     return "nothing" if value is ... else json.dumps(value)
 
 
-def told(found: dict[str, tuple[str, str]], holder: str) -> str:
+def may_go_on(found: dict[str, Difference], change: Collection[str]) -> bool:
+    """Whether all that differs are fields in `change` that had another meaning; their values may differ, too."""
+    return all(difference.meaning and field in change for field, difference in found.items())
+
+
+def told(found: dict[str, Difference], holder: str) -> str:
     """Return the differences in words; the `holder` has the other recipe. Says what `--change` could help with."""
-    text = "; ".join(f"{field}: {its} in the {holder}, {own} in the recipe" for field, (its, own) in found.items())
-    if found and all(field in CHANGEABLE for field in found):
+    text = "; ".join(f"{field}: {its} in the {holder}, {own} in the recipe" for field, (its, own, _) in found.items())
+    if found and may_go_on(found, CHANGEABLE):
         flags = " ".join(f"--change {field}" for field in found)
         text += f"; to go on with what is meant today, give {flags} to the hub and to its nodes"
     return text

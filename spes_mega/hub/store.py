@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from spes_mega.agreement import differences, told
+from spes_mega.agreement import differences, may_go_on, told
 from spes_mega.errors import CheckpointError, StoreError
 from spes_mega.hub import members as members_format
 from spes_mega.hub.drain import LOCK, REQUEST
@@ -339,7 +339,7 @@ class Store:
         its, mine = found.get("agreed"), self._recipe
         known = isinstance(its, dict)
         fields = differences(its, mine.agreed()) if isinstance(its, dict) else {}
-        if known and fields.keys() <= set(change):
+        if known and may_go_on(fields, change):
             return
         what = told(fields, "state")
         what = what or f"digest {str(found.get('digest'))[:12]}; this one is {mine.name}, {mine.digest()[:12]}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from spes_mega.agreement import differences, told
+from spes_mega.agreement import differences, may_go_on, told
 from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout.checksums import require
 from spes_mega.layout.tensor_files import SafetensorsFile, open_tensor_file
@@ -125,7 +125,7 @@ class Checkpoint:
         fields = differences(its.agreed, mine.agreed) if its.agreed and mine.agreed else {}
         told_fields = told(fields, "checkpoint")
         set_back = f"set back what differs ({told_fields})" if fields else "set the fields that are not local back"
-        allowed = its.agreed is not None and fields.keys() <= set(change)
+        allowed = its.agreed is not None and may_go_on(fields, change)
         recipe = its.recipe if allowed else mine.recipe
         for what, theirs, own, cure in (
             ("of node {}", its.node, mine.node, "each node needs an --out of its own"),

@@ -196,12 +196,31 @@ def test_a_state_made_under_another_meaning_is_refused_unless_told_to(store, tmp
     with pytest.raises(StoreError, match=r"spes\.sync_every: 10 in the state, 5 in the recipe"):
         Store(tmp_path / "state", make_recipe(sync_every=5), change=[BALANCE])
     Store(tmp_path / "state", recipe, change=[BALANCE]).close()
+    with pytest.raises(StoreError) as refused:  # its meaning is today's by now: only the value differs
+        Store(tmp_path / "state", with_coefficient(recipe, 0.5), change=[BALANCE])
+    assert "train.aux_loss_coeff: 0.01 in the state, 0.5 in the recipe): choose another --state" in str(refused.value)
     store._lock = Store(tmp_path / "state", recipe)._lock  # from now on without being told
 
 
+def test_with_its_meaning_the_value_of_a_field_may_change(store, tmp_path):
+    """What was a sum goes on as the mean of twice as much, over two layers."""
+    recipe = with_coefficient(make_recipe(), 0.02)
+    store.close()
+    as_before_the_balance_loss_was_a_mean(tmp_path / "state/run.json")
+    both = r'0\.01, "weight of the sum over MoE layers" in the state, 0\.02, "weight of the mean over MoE layers" in'
+    with pytest.raises(StoreError, match=both):
+        Store(tmp_path / "state", recipe)
+    with pytest.raises(StoreError, match=r"aux_loss_coeff: 0\.01 in the state, 0\.0 in the recipe\): choose"):
+        Store(tmp_path / "state", with_coefficient(recipe, 0.0), change=[BALANCE])
+    store._lock = Store(tmp_path / "state", recipe, change=[BALANCE])._lock
+
+
+def with_coefficient(recipe, value):
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"aux_loss_coeff": value})})
+
+
 def test_where_nothing_changed_its_meaning_an_earlier_state_goes_on(tmp_path):
-    recipe = make_recipe()
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"aux_loss_coeff": 0.0})})
+    recipe = with_coefficient(make_recipe(), 0.0)
     store = Store(tmp_path / "earlier", recipe)
     commit_initial(store, recipe, None)
     store.close()
