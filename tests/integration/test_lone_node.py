@@ -85,3 +85,23 @@ def test_a_model_that_is_not_finite_is_not_written(tmp_path, write_recipe):
     node = launch(recipe, "--out", tmp_path / "other", "--set", "deepspeed.zero_optimization.reduce_bucket_size=many")
     assert node.wait() == 3
     assert "deepspeed.zero_optimization.reduce_bucket_size is 'many': Input should be a valid integer" in node.output
+
+
+def test_the_balance_loss_of_owned_experts_rises_over_its_warm_up(tmp_path, write_recipe):
+    """At a rate of 0, so that nothing else changes; summed over two passes, computed again in the backward pass."""
+    train = {"steps": 4, "lr": 0.0, "batch_size": 8, "micro_batch_size": 4}
+    settings = {"plain": {}, "warmed": {"aux_loss_warmup": 1.0, "zero_stage": 3, "recompute": "full"}}
+    nodes = [
+        launch(write_recipe(tmp_path, name, train=train | more), "--out", tmp_path / name)
+        for name, more in settings.items()
+    ]
+    try:
+        for node in nodes:
+            node.succeed()
+    finally:
+        for node in nodes:
+            node.end()
+    plain, warmed = ([step["aux_loss"] for step in figures(tmp_path / name)] for name in settings)
+    # one node owns all experts, so that the whole loss is weighed
+    expected = [weight * loss for weight, loss in zip((0.775, 0.85, 0.925, 1.0), plain, strict=True)]
+    assert warmed == pytest.approx(expected, rel=1e-5)
