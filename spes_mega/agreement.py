@@ -40,7 +40,7 @@ class Difference(NamedTuple):
 def meanings(agreed: Agreed, balance: str = MEAN) -> Agreed:
     """Return the section that says how fields are meant, of those that this model has a use for."""
     model = agreed["model"]
-    moe_layers = model["num_layers"] - len(model["dense_layers"]) if model["num_experts"] else 0
+    moe_layers = model["num_layers"] - len(set(model["dense_layers"])) if model["num_experts"] else 0
     return {BALANCE: balance} if moe_layers > 1 and agreed["train"]["aux_loss_coeff"] else {}
 
 

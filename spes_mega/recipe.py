@@ -340,13 +340,14 @@ class TrainSection(Section):
         default=0.01,
         ge=0,
         description="weight of the load-balancing loss, which is the mean over MoE layers. It is computed for each "
-        "micro-batch and rank, and is not linear in the batch: 2 ranks differ a little from 1 of twice the micro-batch",
+        "micro-batch and rank, and is not linear in the batch: 2 ranks differ from 1 of twice the micro-batch, by 2e-4 "
+        "where that was compared",
     )
     aux_loss_warmup: Share = Field(
         default=0.0,
         description="fraction of the steps over which the load-balancing loss's weight on the experts that a node owns "
-        "rises linearly from 0.7 to 1, so that its router leans towards them early on; the reference's "
-        "using_decayed_aux_loss is 0.2, and off in its published configs; 0: off",
+        "rises linearly from 0.7 to 1, so that its router leans towards them early on (aux_loss in the metrics is what "
+        "is weighed so); the reference's using_decayed_aux_loss is 0.2, and off in its published configs; 0: off",
     )
     router_z_loss_coeff: float = Field(
         default=1e-3, ge=0, description="weight of the router's z-loss, which is the sum over MoE layers"

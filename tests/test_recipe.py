@@ -270,6 +270,12 @@ def test_shipped_recipes_have_the_published_settings(name):
     assert spes.outer.experts.averages
 
 
+def test_a_dense_layer_that_is_named_twice_is_one_when_the_balance_loss_gets_its_meaning():
+    model = {"num_layers": 3, "ffn_hidden_size": 8}
+    meant = [recipe(model | {"dense_layers": layers}).agreed()["meaning"] for layers in ([1], [1, 1])]
+    assert meant[0] == meant[1] == {"train.aux_loss_coeff": "weight of the mean over MoE layers"}
+
+
 @pytest.mark.parametrize("name", ["study-1b", "2b", "7b", "9b"])
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 def test_a_recipe_means_the_same_batch_on_any_number_of_gpus(name, ranks):

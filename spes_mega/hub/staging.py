@@ -21,8 +21,8 @@ from spes_mega.recipe import Recipe
 
 MAX_TOKENS = 10**15
 MAX_SAMPLES_PER_STEP = 1 << 16
-"""Of one node. What a node really takes is its own matter (train.micro_batch_size, train.grad_accumulation, its ranks),
-so this is only far above what anybody trains with."""
+"""Of one node. What a node really takes is its own matter (train.batch_size, or train.micro_batch_size,
+train.grad_accumulation and its ranks), so this is only far above what anybody trains with."""
 Commit = Callable[[Callable[[], object]], None]
 
 
