@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_mega.errors import AccessError
+from spes_mega.errors import AccessError, system_errors
 from spes_mega.hub.address import host_port
 from spes_mega.hub.keys import CallerTls, read_caller, secrets_of
 from spes_mega.text_files import read_text
@@ -70,6 +70,7 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
+@system_errors(AccessError)
 def exposed(keys: Path | None, token_file: Path | None) -> list[str]:
     """Warnings of secrets in files that others on this machine can read or write."""
     files = [*(secrets_of(keys) if keys is not None else ()), *([token_file] if token_file is not None else ())]

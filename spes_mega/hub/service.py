@@ -161,7 +161,7 @@ class HubService(HubServicer):
             )
         if caller.digest != self._digest:
             raise HubRefusedError(
-                f"node {caller.node} has another recipe (digest {quoted(caller.digest, 12)}, the hub's is "
+                f"node {caller.node} has another recipe (digest {quoted(caller.digest[:12])}, the hub's is "
                 f"{self._digest[:12]}): model, spes and train must be the same, but for fields marked local; compare "
                 "what `spes-mega recipe RECIPE` prints on both machines"
             )
