@@ -95,7 +95,8 @@ class Resume:
     def _samples(self, step: int) -> int:
         """How many samples the node has trained on by `step`.
 
-        Steps since the checkpoint were taken, and pushed, by the process that wrote it: with its batch.
+        Steps since the checkpoint were taken, and pushed, by the process that wrote it: with its batch. So were those
+        before it that the hub lacks, whose samples come again.
         """
         here = self._data.samples_per_step
         if self._checkpoint is None:
@@ -105,7 +106,7 @@ class Resume:
         if saved is None:
             self._say(f"{self._checkpoint.path} does not say how many samples it had seen: taken to be {here} a step")
             return step * here
-        return saved + max(0, step - state.position.step) * batch
+        return max(0, saved + (step - state.position.step) * batch)
 
     def _say_change(self, owned: tuple[int, ...]) -> None:
         assert self._checkpoint is not None
