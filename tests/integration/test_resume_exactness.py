@@ -284,7 +284,5 @@ def test_other_text_in_documents_of_the_same_lengths_is_refused(tmp_path, ranks,
     tokens = bytearray((tmp_path / "copied.bin").read_bytes())
     tokens[200], tokens[202] = tokens[202], tokens[200] ^ 1
     (tmp_path / "copied.bin").write_bytes(tokens)
-    with pytest.raises(
-        CheckpointError, match=r"contents \w{12}, .* but this is one .* contents \w{12}.* give the dataset"
-    ):
+    with pytest.raises(SpesError, match=r"contents \w{12}, .* but this is one .* contents \w{12}.* give the dataset"):
         Node(tmp_path, recipe, ranks)
