@@ -10,7 +10,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
+from hub.fabricated import (
+    assert_same,
+    fabricate,
+    make_recipe,
+    next_state,
+    pull,
+    push,
+    raw_recipe,
+    read_state,
+    until_durable,
+)
 from hub.process import TOKEN, free_port
 from spes_mega.tools.status import command as status_command
 
@@ -36,6 +46,7 @@ def test_a_killed_hub_goes_on_with_what_was_committed(start_process, tmp_path):
     assert zero.wait_round(1) == 1
     before = pull(zero)[1]
     push(zero, 1, fabricate(recipe, 0, 1))
+    until_durable(tmp_path / "state/rounds/000001")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(zero.wait_round, 2)  # the client outlives the crash of the hub
         hub.kill()
