@@ -116,6 +116,8 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
         node.access()
         for warning in exposed(node.keys, node.token_file):
             click.echo(warning, err=True)
+    early: list[int] = []
+    handle(STOP_SIGNALS, lambda signum, frame: early.append(signum))  # until there is something to stop
     processes: NodeProcesses | RemoteProcesses
     if cluster is not None and cluster.machine is None:
         processes = RemoteProcesses(sum(cluster.slots.values()), cluster.launcher)
@@ -126,6 +128,8 @@ def command(ranks: int | None, port: int | None, **options: Any) -> None:
         arguments = launcher_arguments(node, devices.ranks, port, cluster)
         processes = NodeProcesses(arguments, launcher_environment(devices))
     handle(STOP_SIGNALS, processes.stop)
+    if early:
+        processes.stop(early[0], None)
     code, lines = processes.wait()
     for line in lines:
         click.echo(line, err=True)
