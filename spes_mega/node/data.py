@@ -60,9 +60,15 @@ class NodeData:
                 f"{self.seq_len} + 1 tokens, none of them for node {node}: use more data or a shorter train.seq_len"
             )
         self._order = (-1, Permutation(1, ""))
+        self._identity: DataIdentity | None = None
 
     def identity(self) -> DataIdentity:
-        """Raises DataError: the files cannot be read."""
+        """Return what the dataset is known by; its files are read the first time. Raises DataError: they cannot be."""
+        if self._identity is None:
+            self._identity = self._read_identity()
+        return self._identity
+
+    def _read_identity(self) -> DataIdentity:
         path = Path(f"{self.stream.prefix}.idx")
         try:
             with path.open("rb") as file:
