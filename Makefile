@@ -26,7 +26,7 @@ test: $(STAMP)
 
 # Some minutes; SOAK="--rounds 200 --seed 1 --codec fp32" and the like.
 soak: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m soak $(SOAK)
+	$(BIN)/python -m tests.soak $(SOAK)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ $(TE_STAMP): tests/te/install.sh setup.cfg
 	@touch $@
 
 proto: $(STAMP)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. spes_mega/hub/proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. spes_mega/wire/proto/*.proto
 
 clean:
 	rm -rf $(VENV) $(TE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

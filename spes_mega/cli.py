@@ -14,17 +14,17 @@ from spes_mega.overlays import accept_overlays
 # name -> (module:attribute, one line of help). The help stands here so that listing it imports nothing.
 COMMANDS = {
     "demo": ("spes_mega.tools.demo.command:command", "Run the whole job on this machine in a few minutes."),
-    "tokenize": ("spes_mega.tools.tokenize:command", "Turn text files into an indexed dataset."),
+    "tokenize": ("spes_mega.data.tokenize:command", "Turn text files into an indexed dataset."),
     "upcycle": ("upcycle.command:command", "Turn a dense checkpoint into a Mixture-of-Experts."),
     "recipe": ("spes_mega.tools.recipe:command", "Explain every field of a recipe, with its value or default."),
     "convert": ("spes_mega.tools.convert:command", "Write a checkpoint as another family, dtype or format."),
     "inspect": ("spes_mega.tools.inspect:command", "Show what a checkpoint is, and how alike its experts are."),
-    "keys": ("spes_mega.tools.keys:command", "Make the keys of a run: certificates, and a token for each node."),
+    "keys": ("spes_mega.security.command:command", "Make the keys of a run: certificates, and a token for each node."),
     "plan": ("spes_mega.tools.plan.command:command", "Memory, network and time that a recipe needs, before it is run."),
     "hub": ("spes_mega.hub.command:command", "Hold the global weights and close the rounds of a run."),
-    "launch": ("spes_mega.node.launch:command", "Train as one node of a run, under the deepspeed launcher."),
+    "launch": ("spes_mega.node.launch.command:command", "Train as one node of a run, under the deepspeed launcher."),
     "status": ("spes_mega.tools.status:command", "Show what a running hub is doing."),
-    "evaluate": ("spes_mega.tools.evaluate:command", "Loss and perplexity of a checkpoint on an indexed dataset."),
+    "evaluate": ("spes_mega.evaluation.evaluate:command", "Loss and perplexity of a checkpoint on an indexed dataset."),
 }
 
 

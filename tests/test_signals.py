@@ -12,7 +12,7 @@ SETUPS = {
     "node": "from spes_mega.node.stop import StopRequest; StopRequest().install()",
     "hub": "from spes_mega.hub.command import _stop_on_signals; _stop_on_signals(None)",
     "progress": "from spes_mega.progress import sigterm_interrupts; block = sigterm_interrupts(); block.__enter__()",
-    "tokenize": "from spes_mega.tools.tokenize import _ended_by_sigterm as b; block = b(); block.__enter__()",
+    "tokenize": "from spes_mega.data.tokenize import _ended_by_sigterm as b; block = b(); block.__enter__()",
 }
 
 

@@ -15,11 +15,11 @@ from spes_mega.layout import CheckpointWriter, differences
 from spes_mega.options import merge_options, recipe_options
 from spes_mega.progress import byte_progress, count_progress, sigterm_interrupts
 from spes_mega.recipe import UpcycleSection, load_recipe
-from upcycle.calibration import Calibration, calibrate
 from upcycle.pipeline import upcycle
 from upcycle.plan import Plan, make_plan
+from upcycle.router.calibration import Calibration, calibrate
 from upcycle.sources import Sources, open_sources
-from upcycle.verify import Verification, check_can_verify, verify
+from upcycle.verify.side_by_side import Verification, check_can_verify, verify
 
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from spes_mega.layout import EXPERT_MATRICES, CheckpointWriter, ExpertKey, dense_name, expected_tensors, router_name
+from spes_mega.layout.families.optional_parts import optional_part
 from spes_mega.layout.names import expert_name
-from spes_mega.layout.optional_parts import optional_part
-from spes_mega.layout.safetensors_format import byte_count
-from upcycle.calibration import Calibration
+from spes_mega.layout.storage.safetensors_format import byte_count
 from upcycle.digest import PLACEHOLDER
 from upcycle.methods import Shared
 from upcycle.plan import Plan
 from upcycle.provenance import metadata, provenance, starting_recipe
-from upcycle.router import router
+from upcycle.router.calibration import Calibration
+from upcycle.router.matrix import router
 from upcycle.sources import Sources
 from upcycle.workers import Workers
 

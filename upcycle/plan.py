@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from spes_mega.errors import CheckpointError, RecipeError
 from spes_mega.layout import EXPERT_MATRICES, FAMILIES, MOE_OF, dense_name, expected_tensors, expert_of
 from spes_mega.layout.counts import count_parameters
-from spes_mega.layout.optional_parts import check_holds, optional_part, shared_expert_width
-from spes_mega.layout.safetensors_format import byte_count
+from spes_mega.layout.families.optional_parts import check_holds, optional_part, shared_expert_width
+from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.recipe import ModelSection, UpcycleSection
 from spes_mega.validation import explain
 from upcycle.layers import moe_layers

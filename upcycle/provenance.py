@@ -7,8 +7,8 @@ import yaml
 
 from spes_mega import __version__
 from spes_mega.recipe import Recipe, SpesSection, TrainSection
-from upcycle.calibration import Calibration
 from upcycle.plan import Plan
+from upcycle.router.calibration import Calibration
 from upcycle.sources import Sources
 
 DIGEST_RULE = (

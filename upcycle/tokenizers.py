@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import CheckpointError
+from spes_mega.files.text import read_json
 from spes_mega.layout.tokenizer_files import VOCABULARIES, files_of
-from spes_mega.text_files import read_json
 
 # What turns text into ids; chat templates, padding and the like may differ between fine-tuned checkpoints.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")

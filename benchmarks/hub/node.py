@@ -15,9 +15,9 @@ import yaml
 from measure import peak_rss_bytes, reset_peak_rss, rss_bytes
 from shapes import parsed
 
-from spes_mega.hub.client import HubClient, Pulled
+from spes_mega.client.client import HubClient, Pulled
 from spes_mega.layout.names import expected_tensors, expert_of
-from spes_mega.layout.tensor_bytes import bytes_of
+from spes_mega.layout.storage.tensor_bytes import bytes_of
 from spes_mega.outer.ownership import ownership_of, pushed_names
 from spes_mega.recipe import Recipe
 

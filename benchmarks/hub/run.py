@@ -15,7 +15,7 @@ import yaml
 from measure import cpu_seconds, disk_bytes_per_s, loopback_bytes_per_s, peak_rss_bytes
 from shapes import SHAPES, make_recipe, num_parameters, parsed
 
-from spes_mega.hub.frames import chunk_bytes
+from spes_mega.wire.frames import chunk_bytes
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scratch import scratch

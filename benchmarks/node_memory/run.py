@@ -14,11 +14,11 @@ import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from integration.processes import Hub, launch, peak_of_rank, peak_rss
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from scratch import scratch
 
 from spes_mega.recipe import Recipe, load_recipe
+from tests.integration.processes import Hub, launch, peak_of_rank, peak_rss
 
 JOIN_S = 90.0
 """For the only node that comes; then the hub goes on without the others."""

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import torch
 
-from spes_mega.node.launch import free_port
+from spes_mega.node.launch.command import free_port
 from spes_mega.node.main import prepare_process
 from spes_mega.recipe import Recipe
 
@@ -50,8 +50,8 @@ def main(rounds: int, micro_batch_size: int, dtype: str, small: bool, profile: b
 def _measure(recipe: Recipe, rounds: int, profile: bool) -> dict[str, Any]:
     from variants import ours, theirs, write_weights
 
-    from spes_mega.node.process_group import process_group
-    from spes_mega.node.ranks import Ranks
+    from spes_mega.node.distributed.process_group import process_group
+    from spes_mega.node.distributed.ranks import Ranks
 
     experts = recipe.model.num_experts
     with tempfile.TemporaryDirectory() as temporary, process_group():

@@ -10,11 +10,11 @@ import transformers
 
 from spes_mega.layout import CheckpointWriter, initial_tensor, open_checkpoint
 from spes_mega.layout.names import expected_tensors
-from spes_mega.node.local_model import LocalModel
-from spes_mega.node.ranks import Ranks
+from spes_mega.node.distributed.ranks import Ranks
 from spes_mega.node.stop import StopRequest
+from spes_mega.node.sync.weight_source import Position
 from spes_mega.node.trainer import Trainer
-from spes_mega.node.weight_source import Position
+from spes_mega.node.zero.local_model import LocalModel
 from spes_mega.recipe import Recipe
 
 Step = Callable[[], float]

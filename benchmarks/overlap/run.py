@@ -14,10 +14,11 @@ import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from hub.relay import Relay
-from integration.processes import COMMAND, Hub, Process, launch
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from scratch import scratch
+
+from tests.hub.relay import Relay
+from tests.integration.processes import COMMAND, Hub, Process, launch
 
 VOCAB = 64
 MODEL = {

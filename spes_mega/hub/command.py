@@ -8,18 +8,18 @@ from types import FrameType
 import click
 import torch
 
-from spes_mega.agreement import CHANGEABLE
-from spes_mega.hub.access import TOKEN_VARIABLE, check_listen, exposed, read_token
 from spes_mega.hub.allocator import reuse_blocks
 from spes_mega.hub.console import Console
-from spes_mega.hub.drain import drain
-from spes_mega.hub.guard import Guard
-from spes_mega.hub.keys import read_hub
+from spes_mega.hub.rpc.auth import Guard
+from spes_mega.hub.rpc.server import HubServer
 from spes_mega.hub.run import Run
-from spes_mega.hub.server import HubServer
-from spes_mega.layout.rope import llama3_factor
+from spes_mega.hub.state.drain import drain
+from spes_mega.layout.families.rope import llama3_factor
 from spes_mega.output import outlive_output
 from spes_mega.recipe import load_recipe
+from spes_mega.recipe.agreement import CHANGEABLE
+from spes_mega.security.access import TOKEN_VARIABLE, check_listen, exposed, read_token
+from spes_mega.security.keys import read_hub
 from spes_mega.signals import handle
 
 STATE = click.Path(file_okay=False, path_type=Path)

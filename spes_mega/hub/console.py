@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from spes_mega.hub.ledger import RoundRecord
+from spes_mega.hub.state.ledger import RoundRecord
 from spes_mega.quoting import printable
 
 

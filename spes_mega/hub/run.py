@@ -9,26 +9,20 @@ from typing import TypeVar
 import xxhash
 
 from spes_mega.errors import SpesError, StoreError, StoreFullError
-from spes_mega.hub.aggregate import Mixture, merge_of, write_next_state
+from spes_mega.hub.close.aggregate import Mixture, merge_of, write_next_state
 from spes_mega.hub.console import Console
-from spes_mega.hub.faults import BrokenTransferError, FullError, PayloadError, ScarceError, StaleRoundError
-from spes_mega.hub.forms import Form, forms_of
-from spes_mega.hub.frames import PREFIX_BYTES, chunk_bytes, frames
-from spes_mega.hub.initial import commit_initial
-from spes_mega.hub.ledger import Ledger, RoundRecord
-from spes_mega.hub.members import Members, Presence, expected_back
-from spes_mega.hub.metrics import Metrics
-from spes_mega.hub.norm import update_norm, update_rows
-from spes_mega.hub.outgoing import Outgoing, Part, full_parts, partial_parts
-from spes_mega.hub.payload import StoredPayload
-from spes_mega.hub.proto import hub_pb2 as pb
-from spes_mega.hub.published import Publisher, publishing
-from spes_mega.hub.room import SHORTAGES, Pause, Room, noticing_shortage
-from spes_mega.hub.rounds import Rounds
-from spes_mega.hub.staging import DamagedPushError, Staging, most_tokens, tokens_of
-from spes_mega.hub.state_folder import naming
-from spes_mega.hub.store import Closing, Store
-from spes_mega.hub.terms import Terms, bytes_beside, changed_names, merged_names
+from spes_mega.hub.pull.pull_payload import Outgoing, Part, full_parts, partial_parts
+from spes_mega.hub.push.staging import DamagedPushError, Staging, most_tokens, tokens_of
+from spes_mega.hub.push.update_norm import update_norm, update_rows
+from spes_mega.hub.state.disk_full import SHORTAGES, Pause, Room, noticing_shortage
+from spes_mega.hub.state.initial import commit_initial
+from spes_mega.hub.state.ledger import Ledger, RoundRecord
+from spes_mega.hub.state.members import Members, Presence, expected_back
+from spes_mega.hub.state.metrics import Metrics
+from spes_mega.hub.state.round_state import Publisher, publishing
+from spes_mega.hub.state.rounds import Rounds
+from spes_mega.hub.state.state_folder import naming
+from spes_mega.hub.state.store import Closing, Store
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.merging import Similarity, mean_similarity
@@ -41,6 +35,12 @@ from spes_mega.outer.ownership import (
     with_absent,
 )
 from spes_mega.recipe import Recipe
+from spes_mega.wire.errors import BrokenTransferError, FullError, PayloadError, ScarceError, StaleRoundError
+from spes_mega.wire.frames import PREFIX_BYTES, chunk_bytes, frames
+from spes_mega.wire.payload import StoredPayload
+from spes_mega.wire.policy import Terms, bytes_beside, changed_names, merged_names
+from spes_mega.wire.proto import hub_pb2 as pb
+from spes_mega.wire.tensor_specs import Form, forms_of
 
 T = TypeVar("T")
 

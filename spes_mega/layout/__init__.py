@@ -1,8 +1,8 @@
 """A checkpoint at rest: canonical names, families, config.json, and sharded safetensors read and written in parts."""
 
-from spes_mega.layout.config import differences, make_config, parse_config
-from spes_mega.layout.families import FAMILIES, MOE_OF, family_of
-from spes_mega.layout.family import Family
+from spes_mega.layout.families.catalog import FAMILIES, MOE_OF, family_of
+from spes_mega.layout.families.config_json import differences, make_config, parse_config
+from spes_mega.layout.families.family import Family
 from spes_mega.layout.initialize import generator, initial_tensor
 from spes_mega.layout.names import (
     EMBEDDING,
@@ -19,8 +19,8 @@ from spes_mega.layout.names import (
     shared_expert_name,
 )
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
-from spes_mega.layout.safetensors_format import Header, TensorSpec, header_length, pack_header, parse_header
-from spes_mega.layout.tensor_bytes import bytes_of, read_tensor, write_tensor
+from spes_mega.layout.storage.safetensors_format import Header, TensorSpec, header_length, pack_header, parse_header
+from spes_mega.layout.storage.tensor_bytes import bytes_of, read_tensor, write_tensor
 from spes_mega.layout.writer import CheckpointWriter
 
 __all__ = [

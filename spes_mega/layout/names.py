@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from spes_mega.layout.families import FAMILIES
-from spes_mega.layout.family import Family
+from spes_mega.layout.families.catalog import FAMILIES
+from spes_mega.layout.families.family import Family
 from spes_mega.recipe import ModelSection
 
 EMBEDDING = "model.embed_tokens.weight"

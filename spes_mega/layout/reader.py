@@ -7,12 +7,12 @@ from typing import Any, Self
 import torch
 
 from spes_mega.errors import CheckpointError, system_errors
-from spes_mega.layout.config import DTYPE_NAMES, parse_config
-from spes_mega.layout.families import DERIVED, FAMILIES
-from spes_mega.layout.megatron_source import MegatronFile, has_megatron_names
+from spes_mega.layout.families.catalog import DERIVED, FAMILIES
+from spes_mega.layout.families.config_json import DTYPE_NAMES, parse_config
+from spes_mega.layout.megatron.source import MegatronFile, has_megatron_names
 from spes_mega.layout.names import EMBEDDING, OUTPUT_HEAD, expected_tensors
-from spes_mega.layout.sources import locate
-from spes_mega.layout.tensor_files import TensorFile, open_tensor_file
+from spes_mega.layout.storage.sources import locate
+from spes_mega.layout.storage.tensor_files import TensorFile, open_tensor_file
 from spes_mega.recipe import ModelSection
 
 _TIED_CHECK_ROWS = 4096

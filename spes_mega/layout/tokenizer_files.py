@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_mega.errors import CheckpointError
-from spes_mega.git_lfs import refuse_pointer
+from spes_mega.files.git_lfs import refuse_pointer
 
 VOCABULARIES = (
     "tokenizer.json",

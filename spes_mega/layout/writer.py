@@ -15,14 +15,14 @@ from typing import Any, BinaryIO, NamedTuple, Self, cast
 import torch
 
 from spes_mega.errors import CheckpointError, NoSpaceError
-from spes_mega.layout.checksums import CHECKSUMS, TensorChecksums, checksum_of
-from spes_mega.layout.config import make_config
-from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.families.catalog import FAMILIES
+from spes_mega.layout.families.config_json import make_config
 from spes_mega.layout.names import expected_tensors
-from spes_mega.layout.safetensors_format import byte_count, pack_header
-from spes_mega.layout.tensor_bytes import bytes_of, write_error, write_tensor
+from spes_mega.layout.storage.checksums import CHECKSUMS, TensorChecksums, checksum_of
+from spes_mega.layout.storage.safetensors_format import byte_count, pack_header
+from spes_mega.layout.storage.tensor_bytes import bytes_of, write_error, write_tensor
+from spes_mega.layout.storage.write_behind import WriteBehind
 from spes_mega.layout.tokenizer_files import copy_files, settle_tokenizer
-from spes_mega.layout.write_behind import WriteBehind
 from spes_mega.recipe import ModelSection
 
 MAX_SHARD_BYTES = 4 * 2**30

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spes_mega.errors import RecipeError
-from spes_mega.layout.families import FAMILIES
-from spes_mega.layout.rope import llama3_factor
+from spes_mega.layout.families.catalog import FAMILIES
+from spes_mega.layout.families.rope import llama3_factor
 from spes_mega.model.cpu_support import without_expected_warnings
 from spes_mega.recipe import ModelSection, Recipe, TrainSection
 

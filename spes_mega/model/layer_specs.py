@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.model.attention import SDPAttention
 from spes_mega.model.config import DTYPES
 from spes_mega.model.grouped_experts import GroupedExperts

@@ -8,8 +8,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout.fusions import Fusion, copy
-from spes_mega.layout.megatron_names import Rule, rule_of
+from spes_mega.layout.megatron.fusions import Fusion, copy
+from spes_mega.layout.megatron.names import Rule, rule_of
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model.partitioned_experts import PartitionedExperts
 from spes_mega.recipe import ModelSection

@@ -1,0 +1,1 @@
+"""What runs under the deepspeed launcher: one node of a run."""

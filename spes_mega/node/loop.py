@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from spes_mega.errors import CheckpointError, DataError, DeadlineError, SpesError
-from spes_mega.node.local_model import LocalModel
+from spes_mega.node.checkpoint.saver import Saver
 from spes_mega.node.metrics import ConsoleReport, MetricsFile, StepMetrics
-from spes_mega.node.saver import Saver
 from spes_mega.node.stop import Stopped
+from spes_mega.node.sync.weight_source import Position, WeightSource
 from spes_mega.node.trainer import Trainer
-from spes_mega.node.weight_source import Position, WeightSource
+from spes_mega.node.zero.local_model import LocalModel
 from spes_mega.recipe import Recipe
 
 _LEAVES_WEIGHTS_AS_THEY_WERE = (DeadlineError.exit_code, DataError.exit_code)

@@ -15,13 +15,13 @@ import click
 
 from spes_mega.crash_report import fault_text, foreseen_text, summary_of
 from spes_mega.errors import SpesError
-from spes_mega.node.checks import check_node
-from spes_mega.node.lifelines import LostRankError
-from spes_mega.node.machines import compare_data, one_node
+from spes_mega.node.distributed.lifelines import LostRankError
+from spes_mega.node.distributed.machines import compare_data, one_node
+from spes_mega.node.distributed.place import Place, take_place
+from spes_mega.node.launch.reports import MARK_VARIABLE, tell
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.out_lock import lock_out
-from spes_mega.node.place import Place, take_place
-from spes_mega.node.reports import MARK_VARIABLE, tell
+from spes_mega.node.preflight import check_node
 from spes_mega.node.stop import Stopped, StopRequest, stop_without_launcher
 from spes_mega.output import outlive_output, standard_streams
 from spes_mega.overlays import accept_overlays
@@ -37,8 +37,8 @@ def train(options: NodeOptions) -> None:
     recipe = load_recipe(options.recipe, options.overrides)
     check_node(recipe, options.node, options.hub)
     prepare_process(place.local_size)
-    from spes_mega.node.process_group import naming_both_ends, process_group
-    from spes_mega.node.ranks import Ranks
+    from spes_mega.node.distributed.process_group import naming_both_ends, process_group
+    from spes_mega.node.distributed.ranks import Ranks
 
     stop = StopRequest()
     stop.install()
@@ -82,8 +82,8 @@ class _Node:
             self.report.say(text)
 
     def run(self) -> None:
-        from spes_mega.node.data import NodeData
-        from spes_mega.node.resume import Resume
+        from spes_mega.data.samples import NodeData
+        from spes_mega.node.checkpoint.resume import Resume
 
         data = self.ranks.agree(
             lambda: NodeData(self.recipe, self.options.node, rank=self.ranks.rank, ranks=self.ranks.size)
@@ -118,12 +118,12 @@ class _Node:
     @contextmanager
     def _source(self) -> Iterator[Any]:
         if self.options.hub is None:
-            from spes_mega.node.lone_node import LoneNode
+            from spes_mega.node.sync.lone_node import LoneNode
 
             yield LoneNode(self.recipe, self.ranks, self.options.out, self.options.init)
             return
-        from spes_mega.hub.client import HubClient
-        from spes_mega.node.hub_node import HubNode
+        from spes_mega.client.client import HubClient
+        from spes_mega.node.sync.hub_node import HubNode
 
         client = None
         access = None
@@ -145,7 +145,7 @@ class _Node:
         capacity = self.recipe.spes.capacity
         arguments = (self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)
         if self.recipe.spes.overlap:
-            from spes_mega.node.overlap import OverlappingHubNode
+            from spes_mega.node.sync.overlap import OverlappingHubNode
 
             rounds = self.recipe.num_rounds
             source: HubNode = OverlappingHubNode(*arguments, num_rounds=rounds, spool_dir=self.options.out)
@@ -166,10 +166,10 @@ class _Node:
         return ownership_of(self.recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
     def _train(self, data: Any, source: Any, resume: Any) -> None:
-        from spes_mega.node.local_model import LocalModel
         from spes_mega.node.loop import NodeRun
         from spes_mega.node.metrics import MetricsFile
         from spes_mega.node.trainer import Trainer
+        from spes_mega.node.zero.local_model import LocalModel
 
         steps = resume.steps(source.owned)
         model = LocalModel(self.recipe, source.owned, self.ranks, self.stop, self.options.out, steps)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from spes_mega.agreement import CHANGEABLE
 from spes_mega.errors import DataError, system_errors
-from spes_mega.hub.access import Access, read_access
+from spes_mega.recipe.agreement import CHANGEABLE
+from spes_mega.security.access import Access, read_access
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from spes_mega.layout.token_stream import Tokens
+from spes_mega.data.samples import NodeData
+from spes_mega.data.token_stream import Tokens
 from spes_mega.model import (
     forward_logits,
     language_model_loss,
@@ -19,13 +20,12 @@ from spes_mega.model import (
     tokens_per_expert,
     weigh_owned_experts,
 )
-from spes_mega.node.data import NodeData
-from spes_mega.node.local_model import LocalModel
+from spes_mega.node.distributed.ranks import Ranks
 from spes_mega.node.metrics import StepMetrics
-from spes_mega.node.ranks import Ranks
 from spes_mega.node.schedule import learning_rate, owned_balance_weight
 from spes_mega.node.stop import StopRequest
-from spes_mega.node.weight_source import Position
+from spes_mega.node.sync.weight_source import Position
+from spes_mega.node.zero.local_model import LocalModel
 from spes_mega.recipe import Recipe
 
 

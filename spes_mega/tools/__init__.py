@@ -1,0 +1,1 @@
+"""Commands without a room of their own."""

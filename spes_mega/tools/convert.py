@@ -14,8 +14,8 @@ from spes_mega import __version__
 from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.layout.counts import count_parameters
-from spes_mega.layout.optional_parts import check_holds, optional_part, shared_expert_width, unused_parts
-from spes_mega.layout.safetensors_format import byte_count
+from spes_mega.layout.families.optional_parts import check_holds, optional_part, shared_expert_width, unused_parts
+from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.progress import byte_progress, sigterm_interrupts
 from spes_mega.recipe import ModelSection
 

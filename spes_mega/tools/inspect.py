@@ -12,7 +12,7 @@ import torch
 from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, expert_of, open_checkpoint
 from spes_mega.layout.counts import count_parameters
-from spes_mega.layout.safetensors_format import byte_count
+from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.progress import count_progress
 from spes_mega.tools.similarity import expert_similarity, off_diagonal, plot_similarity
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from spes_mega.hub.access import TOKEN_VARIABLE, exposed, read_access
-from spes_mega.hub.status import read_status
+from spes_mega.client.status import read_status
 from spes_mega.outer.ownership import ranges
+from spes_mega.security.access import TOKEN_VARIABLE, exposed, read_access
 
 
 @click.command("status")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spes_mega.layout import initial_tensor
-from spes_mega.node.launch import free_port
+from spes_mega.node.launch.command import free_port
 from spes_mega.node.main import prepare_process
 from spes_mega.recipe import load_recipe
 
@@ -35,12 +35,12 @@ class OneBatch:
 
 
 def measure(recipe, owned):
-    from spes_mega.node.local_model import LocalModel
-    from spes_mega.node.process_group import process_group
-    from spes_mega.node.ranks import Ranks
+    from spes_mega.node.distributed.process_group import process_group
+    from spes_mega.node.distributed.ranks import Ranks
     from spes_mega.node.stop import StopRequest
+    from spes_mega.node.sync.weight_source import Position
     from spes_mega.node.trainer import Trainer
-    from spes_mega.node.weight_source import Position
+    from spes_mega.node.zero.local_model import LocalModel
 
     with tempfile.TemporaryDirectory() as folder, process_group():
         ranks, stop = Ranks(60), StopRequest()

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from hub.process import HubProcess
-from spes_mega.hub import server as server_module
-from spes_mega.hub.access import Access
-from spes_mega.hub.client import HubClient
+from spes_mega.client.client import HubClient
 from spes_mega.hub.console import Console
-from spes_mega.hub.guard import Guard
+from spes_mega.hub.rpc import server as server_module
+from spes_mega.hub.rpc.auth import Guard
+from spes_mega.hub.rpc.server import HubServer
 from spes_mega.hub.run import Run
-from spes_mega.hub.server import HubServer
+from spes_mega.security.access import Access
+from tests.hub.process import HubProcess
 
 
 class RunningHub:

@@ -1,6 +1,6 @@
 """Keys of a small run, also such as the command does not make: expired ones."""
 
-from spes_mega.tools.keys import write_keys
+from spes_mega.security.command import write_keys
 
 
 def make_keys(out, nodes=2, hosts=("hub.example.org",), days=1):

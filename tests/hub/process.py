@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from hub.fabricated import make_recipe
-from spes_mega.hub.access import Access
-from spes_mega.hub.client import HubClient
+from spes_mega.client.client import HubClient
+from spes_mega.security.access import Access
+from tests.hub.fabricated import make_recipe
 
 TOKEN = "a-token-for-tests"
 

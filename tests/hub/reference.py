@@ -2,9 +2,9 @@
 
 import torch
 
-from hub.fabricated import merge_changes, merged, ownership
 from spes_mega.layout.names import expert_of
 from spes_mega.outer.ownership import private_names, pushed_names
+from tests.hub.fabricated import merge_changes, merged, ownership
 
 
 def through(codec, change):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hub.fabricated import (
+from spes_mega.tools.status import command as status_command
+from tests.hub.fabricated import (
     assert_same,
     fabricate,
     make_recipe,
@@ -21,8 +22,7 @@ from hub.fabricated import (
     read_state,
     until_durable,
 )
-from hub.process import TOKEN, free_port
-from spes_mega.tools.status import command as status_command
+from tests.hub.process import TOKEN, free_port
 
 
 def train(client, recipe):

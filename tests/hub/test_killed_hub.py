@@ -2,12 +2,12 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
-from hub.process import TOKEN, free_port
-from hub.relay import Relay
-from hub.test_hub import until
-from spes_mega.hub.access import Access
-from spes_mega.hub.client import HubClient
+from spes_mega.client.client import HubClient
+from spes_mega.security.access import Access
+from tests.hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
+from tests.hub.process import TOKEN, free_port
+from tests.hub.relay import Relay
+from tests.hub.rpc.test_hub import until
 
 WIDE = {"vocab_size": 300_000}  # 19 MB for each of the two embeddings
 PATIENT = {"num_nodes": 1, "rpc_deadline_s": 120, "round_deadline_s": 240}

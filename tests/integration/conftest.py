@@ -10,10 +10,10 @@ import torch
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from integration import processes
 from spes_mega.model import ensure_parallel_state
-from spes_mega.node.ranks import Ranks
+from spes_mega.node.distributed.ranks import Ranks
 from spes_mega.recipe import load_recipe
+from tests.integration import processes
 
 VOCAB = 48
 MODEL = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from integration.processes import COMMAND, PYTHON, Process
+from tests.integration.processes import COMMAND, PYTHON, Process
 
 _ENTER = 'hostname "$1"; mount -t tmpfs tmpfs "$2"; ip link set lo up; shift 2; exec "$@"'
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spes_mega.errors import CheckpointError
-from spes_mega.layout import fusions
+from spes_mega.layout.megatron import fusions
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model import WeightMap, build, export_weights, load_weights
 from tests.model import tiny

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.layout.names import expected_tensors
 from spes_mega.model import build, load_weights
 from spes_mega.recipe import ModelSection, Recipe, TrainSection

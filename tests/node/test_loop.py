@@ -10,7 +10,7 @@ from spes_mega.errors import CheckpointError, DataError, DeadlineError, SpesErro
 from spes_mega.node.loop import NodeRun
 from spes_mega.node.metrics import MetricsFile, StepMetrics
 from spes_mega.node.stop import Stopped
-from spes_mega.node.weight_source import Position, Traffic
+from spes_mega.node.sync.weight_source import Position, Traffic
 from spes_mega.recipe import Recipe
 
 MODEL = {

@@ -1,4 +1,4 @@
-"""A long run under faults: `make soak`, or `python -m soak --rounds 200 --codec fp32|bf16|int8 --merge` in tests/.
+"""A long run under faults: `make soak`, or `python -m tests.soak --rounds 200 --codec fp32|bf16|int8 --merge`.
 
 A real hub and 8 nodes with made-up training, each behind a line of its own. Every few seconds something fails. In the
 end the hub's state has to be what the pushes that it accepted give, its memory must not have grown, and nothing may be
@@ -12,12 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from hub.fabricated import raw_recipe
-
-from soak.faults import Faults
-from soak.hub import SoakHub
-from soak.nodes import NODES, Node
-from soak.replay import differing, replayed
+from tests.hub.fabricated import raw_recipe
+from tests.soak.faults import Faults
+from tests.soak.hub import SoakHub
+from tests.soak.nodes import NODES, Node
+from tests.soak.replay import differing, replayed
 
 MODEL = {"num_experts": NODES}
 GROWTH_BYTES = 40e6

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import grpc
 import torch
-from hub.fabricated import fabricate, push
-from hub.test_hub import raw_push
 
 from spes_mega.errors import SpesError
-from spes_mega.hub.frames import frame_of
+from spes_mega.wire.frames import frame_of
+from tests.hub.fabricated import fabricate, push
+from tests.hub.rpc.test_hub import raw_push
 
 
 class Faults:

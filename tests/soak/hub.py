@@ -2,8 +2,8 @@
 
 import threading
 
-from hub.fabricated import read_state
-from hub.process import HubProcess, free_port
+from tests.hub.fabricated import read_state
+from tests.hub.process import HubProcess, free_port
 
 DEADLINE = 7
 SETTLED_ROUNDS = 10

@@ -4,12 +4,11 @@ import random
 import threading
 import time
 
-from hub.fabricated import fabricate, make_recipe, pull, push
-from hub.process import TOKEN
-from hub.relay import Relay
-
-from spes_mega.hub.access import Access
-from spes_mega.hub.client import HubClient, StaleRoundError
+from spes_mega.client.client import HubClient, StaleRoundError
+from spes_mega.security.access import Access
+from tests.hub.fabricated import fabricate, make_recipe, pull, push
+from tests.hub.process import TOKEN
+from tests.hub.relay import Relay
 
 NODES = 8
 TRAINING_S = 1.0

@@ -2,10 +2,10 @@
 
 import safetensors.torch
 import torch
-from hub.fabricated import merge_changes, merged, read_state
-from hub.reference import through
 
 from spes_mega.layout.names import expert_of
+from tests.hub.fabricated import merge_changes, merged, read_state
+from tests.hub.reference import through
 
 
 def received(payload):

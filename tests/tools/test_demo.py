@@ -5,13 +5,13 @@ import pytest
 import transformers
 from click.testing import CliRunner
 
+from spes_mega.data.text_tokenizer import load_tokenizer
 from spes_mega.errors import SpesError
 from spes_mega.layout.counts import count_parameters
 from spes_mega.tools.demo.command import command, newest_snapshot, prepare
 from spes_mega.tools.demo.corpus import HELD_OUT_EVERY, blocks, train_tokenizer, write_corpus
 from spes_mega.tools.demo.plot import plot_losses, trailing_mean
 from spes_mega.tools.demo.processes import Command, Together
-from spes_mega.tools.text_tokenizer import load_tokenizer
 
 TINY = Path(__file__).parents[2] / "configs/tiny.yaml"
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from spes_mega.cli import main
 from spes_mega.errors import CheckpointError
-from spes_mega.hub.initial import commit_initial
-from spes_mega.hub.store import Store
+from spes_mega.hub.state.initial import commit_initial
+from spes_mega.hub.state.store import Store
 from spes_mega.layout import CheckpointWriter, open_checkpoint
 from spes_mega.tools import similarity
 from spes_mega.tools.inspect import command

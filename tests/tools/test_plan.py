@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 
 from spes_mega.cli import group
-from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.names import expected_tensors
@@ -21,6 +20,7 @@ from spes_mega.model.loss import PART_ELEMENTS
 from spes_mega.outer.merging import merge_due
 from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe, override_recipe
+from spes_mega.recipe.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, deepspeed_config
 from spes_mega.tools.plan.activations import LOSS_PART, activation_bytes
 from spes_mega.tools.plan.compute import flops_per_token
 from spes_mega.tools.plan.memory import BESIDE_TORCH, TORCH, rank_memory
@@ -297,7 +297,7 @@ def test_checkpoints_need_room_for_weights_and_moments_of_what_is_trained():
 
 
 def test_disks_hold_what_lossy_codecs_overlap_and_momentum_need():
-    """The files themselves are compared in tests/hub/test_sizes.py."""
+    """The files themselves are compared in tests/tools/test_wire_sizes.py."""
     recipe = shipped("2b")
     counts = count_parameters(recipe.model)
     state, trained = 4 * counts.total, 4 * counts.trainable(1)

@@ -3,11 +3,11 @@
 import torch
 
 from spes_mega.recipe import UpcycleSection
-from upcycle.calibration import calibrate
 from upcycle.pipeline import upcycle
 from upcycle.plan import make_plan
+from upcycle.router.calibration import calibrate
 from upcycle.sources import open_sources
-from upcycle.verify import verify
+from upcycle.verify.side_by_side import verify
 
 
 def run(src, out, config=None, calibration=None, **settings):

@@ -5,7 +5,7 @@ import torch
 from spes_mega.layout import EXPERT_MATRICES, ExpertKey, dense_name, expert_name, generator
 from spes_mega.recipe import UpcycleSection
 from upcycle.methods.method import Method, Read, Shared
-from upcycle.statistics import mean_and_std
+from upcycle.methods.statistics import mean_and_std
 
 
 class Drop(Method):

@@ -7,7 +7,7 @@ import torch
 from spes_mega.layout import ExpertKey, expert_name
 from spes_mega.recipe import UpcycleSection
 from upcycle.methods.method import Method, Shared
-from upcycle.noise import add_noise, noisy_rows
+from upcycle.methods.noise_draws import add_noise, noisy_rows
 
 
 class Noise(Method):

@@ -5,9 +5,9 @@ import torch
 from spes_mega.errors import RecipeError
 from spes_mega.layout import ExpertKey, dense_name, generator
 from spes_mega.recipe import UpcycleSection
-from upcycle.kmeans import spherical_kmeans
 from upcycle.methods.method import Method, Read, Shared
 from upcycle.methods.scaling import is_power_of_two, scaled
+from upcycle.router.kmeans import spherical_kmeans
 
 
 class Partition(Method):

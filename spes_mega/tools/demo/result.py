@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from spes_mega.layout.token_stream import TokenStream
+from spes_mega.data.token_stream import TokenStream
 
 PROMPT = "The assert statement"
 

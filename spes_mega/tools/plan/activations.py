@@ -12,7 +12,7 @@ Our own grouped experts keep their hidden layer before its activation, and compu
 from dataclasses import dataclass
 
 from spes_mega.layout.counts import count_parameters
-from spes_mega.layout.families import FAMILIES
+from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.recipe import ModelSection, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}

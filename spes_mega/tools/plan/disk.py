@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from spes_mega.hub.sizes import lost_bytes, push_bytes, spool_bytes, state_bytes
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.names import expected_tensors
 from spes_mega.outer.ownership import Ownership
 from spes_mega.recipe import Recipe
+from spes_mega.tools.plan.wire_sizes import lost_bytes, push_bytes, spool_bytes, state_bytes
 
 STATES = 3
 """On the hub: the newest, the one before it, and the one that is written."""

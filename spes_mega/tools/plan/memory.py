@@ -21,9 +21,9 @@ of these terms was seen in DeepSpeed 0.19.8.
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from spes_mega.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU
 from spes_mega.layout.counts import count_parameters
 from spes_mega.recipe import Recipe
+from spes_mega.recipe.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU
 from spes_mega.tools.plan.activations import BYTES, Activations, activation_bytes, largest_tensor
 
 Device = Literal["cuda", "cpu"]

@@ -5,12 +5,11 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spes_mega.deepspeed_config import check_readable, deepspeed_config
-from spes_mega.hub.sizes import RoundBytes
 from spes_mega.layout.counts import ParameterCounts, count_parameters
-from spes_mega.layout.rope import llama3_factor
+from spes_mega.layout.families.rope import llama3_factor
 from spes_mega.outer.ownership import Ownership, ownership_of
 from spes_mega.recipe import Recipe
+from spes_mega.recipe.deepspeed_config import check_readable, deepspeed_config
 from spes_mega.tools.plan.compute import Flops, flops_per_token, tokens_per_step
 from spes_mega.tools.plan.disk import Disk, planned_disk
 from spes_mega.tools.plan.memory import Build, Device, Memory, installed_build, rank_memory
@@ -24,6 +23,7 @@ from spes_mega.tools.plan.traffic import (
     round_seconds,
     waited_seconds,
 )
+from spes_mega.tools.plan.wire_sizes import RoundBytes
 
 USABLE = 0.95
 """Of a GPU's memory: what the allocator leaves unused between blocks cannot be known before."""

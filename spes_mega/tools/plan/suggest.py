@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from spes_mega.deepspeed_config import deepspeed_config
 from spes_mega.errors import RecipeError
 from spes_mega.recipe import override_recipe
+from spes_mega.recipe.deepspeed_config import deepspeed_config
 from spes_mega.tools.plan.plan import Plan, node_groups
 
 OPTIMIZER_ON_CPU = "deepspeed.zero_optimization.offload_optimizer.device=cpu"

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from spes_mega.hub.sizes import RoundBytes, round_bytes
 from spes_mega.layout.names import expected_tensors
 from spes_mega.outer.merging import merge_due
 from spes_mega.outer.ownership import Ownership
 from spes_mega.recipe import CodecPair, Recipe, WireSection
+from spes_mega.tools.plan.wire_sizes import RoundBytes, round_bytes
 
 CODECS = ("fp32", "bf16", "int8")
 CONFIGURED = "spes.wire"

@@ -1,0 +1,1 @@
+"""Files on the disk of whoever runs this: read within bounds, made durable, locked."""

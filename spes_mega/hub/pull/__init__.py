@@ -1,0 +1,1 @@
+"""What a pull contains, and where its bytes come from."""

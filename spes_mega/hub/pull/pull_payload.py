@@ -1,0 +1,92 @@
+"""What a node is sent of a state, and where each of its bytes comes from."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spes_mega.hub.state.round_state import Published
+from spes_mega.layout.storage.safetensors_format import byte_count
+from spes_mega.layout.storage.tensor_bytes import bytes_of
+from spes_mega.outer.codecs import FP32
+from spes_mega.wire.frames import Piece
+from spes_mega.wire.policy import Terms, merge_name
+from spes_mega.wire.tensor_specs import Form, data_bytes, payload_header, row_slices
+
+
+class Part(Enum):
+    """How a tensor is sent."""
+
+    PUBLISHED = "values that all nodes hold"
+    EXACT = "exact values, for the node that alone trains the tensor"
+    DELTA = "the change since the last round, in its codec"
+    MERGE = "what a merge changed, in its codec, for the node that alone trains the tensor"
+
+
+_CHANGES = (Part.DELTA, Part.MERGE)
+
+
+def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Part]:
+    """Everything, for a node that has nothing to go on from."""
+    return {name: Part.EXACT if name in private else Part.PUBLISHED for name in names}
+
+
+def partial_parts(
+    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], merged: bool, terms: Terms
+) -> dict[str, Part]:
+    """What a node lacks that holds the state before.
+
+    `before` is what it alone trained for this state, `private` what it alone trains from it on, and `held` that of
+    which its own values are those that the hub has, or had before it `merged` experts.
+    """
+    parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
+    kept = before & private & held
+    for name in before | private:
+        if name in kept and not merged:
+            parts.pop(name, None)
+        elif name in kept and not terms.down(name).lossless:
+            parts[name] = Part.MERGE
+        else:
+            parts[name] = Part.EXACT if name in private else Part.PUBLISHED
+    return parts
+
+
+class Outgoing:
+    """One payload for a node, made from the files of a state while it is read."""
+
+    def __init__(self, state: Published, parts: Mapping[str, Part], terms: Terms) -> None:
+        self._state = state
+        self._parts = {name: parts[name] for name in state.names if name in parts}
+        forms = {
+            name: Form(state.shape(name), terms.down(name) if part in _CHANGES else FP32)
+            for name, part in self._parts.items()
+        }
+        self.header = payload_header(forms)
+        self.total_bytes = len(self.header) + data_bytes(forms)
+
+    def pieces(self, at_once: int) -> Iterator[Piece]:
+        """All bytes in order, in pieces of at most `at_once` bytes (or one row)."""
+        yield Piece(len(self.header), lambda: self.header)
+        for name, part in self._parts.items():
+            if part in _CHANGES:
+                yield from self._change(merge_name(name) if part is Part.MERGE else name, at_once)
+                continue
+            read = self._state.exact if part is Part.EXACT else self._state.rows
+            shape = self._state.shape(name)
+            for start, stop in row_slices(shape, budget=at_once * 2 // 3):  # at most half more
+                size = byte_count(torch.float32, (stop - start, *shape[1:]))
+                yield Piece(size, partial(_bytes, read, name, start, stop))
+
+    def _change(self, name: str, at_once: int) -> Iterator[Piece]:
+        delta = self._state.delta
+        assert delta is not None, "a state that is published with loss has its delta beside it"
+        for begin, length in delta.raw(name):
+            for done in range(0, length, at_once):
+                count = min(at_once, length - done)
+                yield Piece(count, partial(delta.read_bytes, begin + done, count))
+
+
+def _bytes(read: Callable[[str, int, int], Tensor], name: str, start: int, stop: int) -> memoryview:
+    return bytes_of(read(name, start, stop))

@@ -1,0 +1,1 @@
+"""A push on its way into the open round: received, checked, committed."""

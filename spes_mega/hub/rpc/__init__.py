@@ -1,0 +1,1 @@
+"""The hub's port: who is let in, and the RPCs."""

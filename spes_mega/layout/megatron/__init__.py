@@ -1,0 +1,1 @@
+"""Megatron-Core's parameter names and fused tensors, against the canonical ones."""

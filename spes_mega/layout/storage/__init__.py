@@ -1,0 +1,1 @@
+"""Files that hold tensors: safetensors and torch archives, read and written in parts."""

@@ -1,0 +1,1 @@
+"""The ranks of a node, on one machine or several."""

@@ -1,0 +1,1 @@
+"""Starting a node's ranks, watching them, and saying how they ended."""

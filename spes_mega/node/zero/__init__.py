@@ -1,0 +1,1 @@
+"""The DeepSpeed engine, and weights and moments read and set through ZeRO."""

@@ -1,0 +1,1 @@
+"""Keys, tokens, access, and the certificate authority of a run."""

@@ -1,0 +1,1 @@
+"""Source and result run side by side."""
