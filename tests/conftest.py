@@ -2,6 +2,12 @@
 
 import signal
 
+from hypothesis import settings
+
+# How long an example takes says nothing on a shared machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 
 def pytest_configure() -> None:
     """Let processes that tests start hear Ctrl-C and hang-ups, also where this one was started to ignore them.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -28,7 +28,6 @@ def test_weighted_by_hand_and_without_weight_all_count_alike():
         average([a, b], [1])
 
 
-@settings(deadline=None)
 @given(TENSORS, st.lists(st.integers(0, 10**15), min_size=1, max_size=9))
 def test_the_weighted_mean_of_equal_tensors_is_that_tensor_bit_for_bit(values, weights):
     x = torch.from_numpy(values)
@@ -41,7 +40,6 @@ def test_inputs_stay_as_they_are():
     assert [p.item() for p in parts] == [1.0, 3.0]
 
 
-@settings(deadline=None)
 @given(TENSORS, st.integers(1, 9))
 def test_the_mean_of_equal_tensors_is_that_tensor_bit_for_bit(values, count):
     x = torch.from_numpy(values)

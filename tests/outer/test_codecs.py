@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -28,7 +28,6 @@ def half_step(codec, rows):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-@settings(deadline=None)
 @given(values=ROWS)
 def test_a_lossy_codec_is_off_by_half_a_step_at_most(codec, values):
     rows = torch.from_numpy(values)
@@ -38,7 +37,6 @@ def test_a_lossy_codec_is_off_by_half_a_step_at_most(codec, values):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-@settings(deadline=None)
 @given(values=ROWS, at=st.integers(0, 5))
 def test_rows_in_slices_give_what_they_give_together(codec, values, at):
     rows = torch.from_numpy(values)
@@ -47,7 +45,6 @@ def test_rows_in_slices_give_what_they_give_together(codec, values, at):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-@settings(deadline=None)
 @given(rounds=st.lists(hnp.arrays(np.float32, (3, 4), elements=FINITE), min_size=1, max_size=8))
 def test_with_error_feedback_nothing_is_lost_over_the_rounds(codec, rounds):
     carried, sent, exact = torch.zeros(3, 4), torch.zeros(3, 4).double(), torch.zeros(3, 4).double()
@@ -66,7 +63,6 @@ def test_with_error_feedback_nothing_is_lost_over_the_rounds(codec, rounds):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-@settings(deadline=None)
 @given(pair=hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 8)), elements=FINITE))
 def test_what_is_done_in_one_pass_is_bit_for_bit_what_decoded_rows_give(codec, pair):
     before, change = torch.from_numpy(pair.copy())
@@ -86,7 +82,6 @@ def assert_same_bits(one, other):
     assert one.numpy().tobytes() == other.numpy().tobytes()
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.uint32, st.tuples(st.integers(1, 4), st.integers(1, 9))))
 def test_bf16_rounds_as_torch_does_whatever_the_value(bits):
     rows = torch.from_numpy(bits.view(np.float32))
@@ -103,7 +98,6 @@ def test_a_value_that_is_not_finite_shows_on_the_wire(codec, value):
     assert [bool(row.all()) for row in finite] == [False, True]
 
 
-@settings(deadline=None)
 @given(ROWS)
 def test_fp32_is_the_identity_bit_for_bit(values):
     assert through(codec_named("fp32"), torch.from_numpy(values)).numpy().tobytes() == values.tobytes()

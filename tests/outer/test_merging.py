@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_mega.outer.merging import (
@@ -50,7 +50,6 @@ def test_never_due_without_merging():
     assert not merge_due(0, 500, interval=500, merge_steps=0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 90), st.integers(0, 400))
 def test_due_is_the_definition_spelled_out(interval, length, merge_steps):
     for round_ in range(5):
@@ -66,7 +65,6 @@ def test_similarity_by_hand():
     torch.testing.assert_close(cosine_similarity(gram_of(rows, 1)), torch.tensor(expected, dtype=torch.float64))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 7))
 def test_slices_of_any_size_give_the_similarity_of_the_whole(slice_rows):
     rows = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(3))
@@ -99,7 +97,6 @@ def test_merged_values_by_hand_come_from_before_any_merge():
     assert rows.tolist() == [[[0.0, 8.0]], [[4.0, 8.0]], [[2.0, -4.0]]]
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1), st.integers(2, 6))
 def test_equal_experts_stay_bit_for_bit(alpha, experts):
     row = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))

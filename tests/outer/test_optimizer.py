@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -10,7 +10,6 @@ from spes_mega.outer.optimizer import nesterov_step, sgd_step
 CHANGES = hnp.arrays(np.float32, (3, 4), elements=st.floats(-10, 10, width=32))
 
 
-@settings(deadline=None)
 @given(st.lists(CHANGES, min_size=1, max_size=6), st.sampled_from([0.5, 0.7, 1.0]), st.sampled_from([0.5, 0.9]))
 def test_nesterov_is_torchs_on_the_pseudo_gradient(rounds, lr, momentum):
     weights = torch.nn.Parameter(torch.zeros(3, 4))

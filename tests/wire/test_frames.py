@@ -2,7 +2,7 @@ import os
 import tempfile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_mega.wire.errors import DamagedError, PayloadError
@@ -31,7 +31,6 @@ def collect(stream, total, before=b""):
         return os.pread(file.fileno(), total + 1, 0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=10), st.integers(1, 30), st.data())
 def test_pieces_of_any_size_arrive_as_one_stream_from_any_byte_on(contents, chunk, data):
     whole = b"".join(contents)
@@ -91,7 +90,6 @@ def test_a_bit_that_flipped_is_found_and_what_came_before_stands(at):
         assert os.pread(file.fileno(), 5, 0) == b"abcd"
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_frame_or_a_payload_error(frame):
     with tempfile.TemporaryFile() as file, pytest.raises(PayloadError):
