@@ -18,8 +18,12 @@ from tests.test_bad_paths import KINDS, directory, linked, made
 
 FORKER = """
 import json, os, sys
-from spes_mega.hub import client
-from spes_mega.node import engine, hub_node, lone_node, main, metrics, process_group, ranks, resume, trainer
+from spes_mega.client import client
+from spes_mega.node import main, metrics, trainer
+from spes_mega.node.checkpoint import resume
+from spes_mega.node.distributed import process_group, ranks
+from spes_mega.node.sync import hub_node, lone_node
+from spes_mega.node.zero import engine
 from spes_mega.node.launch.command import free_port
 for case in json.load(sys.stdin):
     os.environ["MASTER_PORT"] = str(free_port())
