@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +57,3 @@ class HubProcess:
 
     def client(self, node):
         return HubClient.for_recipe(self.recipe, self.address, node, access=Access(TOKEN))
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

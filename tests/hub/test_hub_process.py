@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from spes_mega.node.launch.command import free_port
 from spes_mega.tools.status import command as status_command
 from tests.hub.fabricated import (
     assert_same,
@@ -22,7 +23,7 @@ from tests.hub.fabricated import (
     read_state,
     until_durable,
 )
-from tests.hub.process import TOKEN, free_port
+from tests.hub.process import TOKEN
 
 
 def train(client, recipe):

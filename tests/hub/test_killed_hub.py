@@ -3,9 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from spes_mega.client.client import HubClient
+from spes_mega.node.launch.command import free_port
 from spes_mega.security.access import Access
 from tests.hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
-from tests.hub.process import TOKEN, free_port
+from tests.hub.process import TOKEN
 from tests.hub.relay import Relay
 from tests.hub.rpc.test_hub import until
 

@@ -2,8 +2,9 @@
 
 import threading
 
+from spes_mega.node.launch.command import free_port
 from tests.hub.fabricated import read_state
-from tests.hub.process import HubProcess, free_port
+from tests.hub.process import HubProcess
 
 DEADLINE = 7
 SETTLED_ROUNDS = 10

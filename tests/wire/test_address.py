@@ -16,11 +16,11 @@ from spes_mega.errors import AccessError, DeadlineError
 from spes_mega.hub.console import Console
 from spes_mega.hub.rpc.auth import Guard
 from spes_mega.hub.rpc.server import HubServer
+from spes_mega.node.launch.command import free_port
 from spes_mega.security.access import read_access
 from spes_mega.wire.address import host_port, own_addresses
 from tests.hub.fabricated import make_recipe, raw_recipe
 from tests.hub.keyring import make_keys
-from tests.hub.process import free_port
 
 
 @pytest.fixture

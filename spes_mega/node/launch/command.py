@@ -2,16 +2,19 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from spes_mega.data.dataset_files import training_data
+from spes_mega.errors import AccessError
 from spes_mega.node.launch.devices import VARIABLE, Devices, devices_of, has_gpus
 from spes_mega.node.launch.hostfile import CLUSTER_KEYS, PORT, Cluster, cluster_options
 from spes_mega.node.launch.monitor import RANK_ENVIRONMENT
@@ -24,6 +27,8 @@ from spes_mega.security.access import exposed
 from spes_mega.signals import handle
 
 _FOREIGN = re.compile(r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|(WORLD_)?SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+FREE_PORTS = range(20_000, 32_000)
+"""Below the ephemeral ports of Linux (net.ipv4.ip_local_port_range starts at 32768)."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,17 +52,23 @@ def remote_arguments(options: NodeOptions, port: int, cluster: Cluster, mark: st
     """The `deepspeed` command line that starts a node's ranks on the machines of `cluster`, by ssh or srun."""
     program = ["--module", "spes_mega.node.main"]
     if cluster.launcher == "slurm":  # for which DeepSpeed knows no modules
-        program = [str(Path(__file__).with_name("main.py"))]
+        program = [str(Path(__file__).parents[1] / "main.py")]
     arguments = ["--mark", mark, *options.arguments()]
     return [*RUNNER, *cluster.launcher_arguments(port), *program, *cluster.rank_arguments(arguments)]
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on, so that several nodes can share a machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of this machine that nobody listens on, so that several nodes can share a machine.
+
+    It is below those that the system gives to outgoing connections, one of which could take it before it is used.
+    """
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AccessError(
+        f"no TCP port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free; pass --port with one that is"
+    )
 
 
 def _environment() -> dict[str, str]:

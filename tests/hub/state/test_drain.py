@@ -18,10 +18,11 @@ from spes_mega.hub.rpc.server import SERVICE
 from spes_mega.hub.state import drain as drain_module
 from spes_mega.hub.state.drain import drain
 from spes_mega.hub.systemd import notify
+from spes_mega.node.launch.command import free_port
 from spes_mega.security.access import read_access
 from tests.hub.fabricated import assert_same, fabricate, make_recipe, next_state, pull, push, raw_recipe, read_state
 from tests.hub.keyring import make_keys
-from tests.hub.process import HubProcess, free_port
+from tests.hub.process import HubProcess
 from tests.hub.rpc.test_hub import moved, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,6 +1,7 @@
 """From options to the launcher's command line, and what is refused before anything starts."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import click
 import pytest
 import yaml
 
-from spes_mega.errors import RecipeError, SpesError
+from spes_mega.errors import AccessError, RecipeError, SpesError
 from spes_mega.node import main as main_module
-from spes_mega.node.launch.command import free_port, launcher_arguments, launcher_environment
+from spes_mega.node.launch import command as command_module
+from spes_mega.node.launch.command import free_port, launcher_arguments, launcher_environment, remote_arguments
 from spes_mega.node.launch.devices import Devices
+from spes_mega.node.launch.hostfile import Cluster
 from spes_mega.node.launch.monitor import RANK_ENVIRONMENT
 from spes_mega.node.options import NodeOptions, node_options
 from spes_mega.node.preflight import check_node
@@ -100,8 +103,25 @@ def test_what_another_launcher_left_in_the_environment_does_not_reach_this_one(m
     assert json.loads(env[RANK_ENVIRONMENT]) == {"CUDA_VISIBLE_DEVICES": "GPU-7", "DS_ACCELERATOR": "cuda"}
 
 
-def test_free_ports_differ():
-    assert free_port() != free_port()
+def test_a_free_port_is_none_of_those_for_outgoing_connections():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 < free_port() < first
+
+
+def test_a_port_that_somebody_listens_on_is_not_taken(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(command_module, "FREE_PORTS", range(port, port + 1))
+        with pytest.raises(AccessError, match=rf"no TCP port from {port} to {port} is free"):
+            free_port()
+
+
+def test_slurm_is_given_a_file_that_is_there():
+    cluster = Cluster(Path("hosts"), {"a": 1, "b": 1}, None, "slurm", "", "a")
+    program = [part for part in remote_arguments(parse("r.yaml"), 1234, cluster, "mark") if part.endswith(".py")]
+    assert [Path(part).is_file() for part in program] == [True]
 
 
 @pytest.mark.parametrize(
