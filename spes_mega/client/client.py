@@ -26,7 +26,7 @@ from spes_mega.recipe import Recipe
 from spes_mega.security.access import OPEN, Access
 from spes_mega.wire.errors import PayloadError, PushLostError, StaleRoundError
 from spes_mega.wire.payload import StoredPayload, write_payload
-from spes_mega.wire.policy import Terms
+from spes_mega.wire.policy import WirePolicy
 from spes_mega.wire.proto import hub_pb2 as pb
 from spes_mega.wire.protocol import PROTOCOL, TOKENS_KEY, as_dict
 from spes_mega.wire.tensor_specs import Bounds, Shape, in_fp32, state_bounds
@@ -107,14 +107,14 @@ class HubClient:
     ) -> Self:
         """A client whose digest and deadlines are the recipe's; it outwaits the deadlines of the hub."""
         spes = recipe.spes
-        terms = Terms(spes)
+        policy = WirePolicy(spes)
         shapes = expected_tensors(recipe.model)
         everyone = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
         def private_of(absent: Collection[int]) -> set[str]:
-            return terms.private(shapes, with_absent(everyone, absent, spes.capacity), node)
+            return policy.private(shapes, with_absent(everyone, absent, spes.capacity), node)
 
-        replica = None if terms.lossless else Replica(shapes, terms, spool_dir, private_of)
+        replica = None if policy.lossless else Replica(shapes, policy, spool_dir, private_of)
         return cls(
             address,
             node,
@@ -126,7 +126,7 @@ class HubClient:
             wait_setting="spes.join_deadline_s + 2 spes.round_deadline_s + spes.rpc_deadline_s",
             spool_dir=spool_dir,
             replica=replica,
-            bounds=state_bounds(shapes, terms.down),
+            bounds=state_bounds(shapes, policy.down),
             say=say,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from spes_mega.outer.codecs import lossy
 from spes_mega.wire.errors import PayloadError
 from spes_mega.wire.payload import PayloadWriter, StoredPayload, in_turn
-from spes_mega.wire.policy import Terms
+from spes_mega.wire.policy import WirePolicy
 from spes_mega.wire.tensor_specs import Shape, Shapes, forms_of, in_fp32, row_slices
 
 
@@ -64,20 +64,20 @@ class Replica:
     def __init__(
         self,
         shapes: Shapes,
-        terms: Terms,
+        policy: WirePolicy,
         directory: Path | None,
         private_of: Callable[[Collection[int]], Collection[str]],
     ) -> None:
         """`directory` needs room for two copies of the weights in fp32, and one or two of what the node trains.
 
-        `private_of` gives `Terms.private` of this node while the nodes are absent that it is given.
+        `private_of` gives `WirePolicy.private` of this node while the nodes are absent that it is given.
         """
         self.round: int | None = None
         """Whose published weights these are; None before the first pull, and while one is applied."""
         self.pushed_round: int | None = None
         """The last round that took a push of this node."""
         self.shapes: dict[str, Shape] = dict(shapes)
-        self._terms = terms
+        self._policy = policy
         self._private_of = private_of
         self._private: Collection[str] = ()
         self._stack = ExitStack()
@@ -106,17 +106,17 @@ class Replica:
         if self.round is None:
             raise ValueError("a node pulls before it pushes: changes are against what is published")
         private = set(shapes).intersection(self._private)
-        writer = PayloadWriter(file, forms_of(shapes, self._terms.up), metadata)
+        writer = PayloadWriter(file, forms_of(shapes, self._policy.up), metadata)
         for name, tensor in in_turn(shapes, tensors):
             for start, stop in row_slices(tuple(tensor.shape)):
                 rows = tensor[start:stop].detach().to(device="cpu", dtype=torch.float32)
                 if name in private:
                     self._weights.stage(name, start, rows)
-                if self._terms.up(name).lossless:
+                if self._policy.up(name).lossless:
                     writer.write_rows(name, start, rows)
                 else:
                     change = self._change(name, start, stop, rows)
-                    lossy(self._terms.up(name)).subtract(change, *writer.write_rows(name, start, change))
+                    lossy(self._policy.up(name)).subtract(change, *writer.write_rows(name, start, change))
                     self._residual.stage(name, start, change)
         self._staged = list(shapes), private
         return writer.size
@@ -129,7 +129,7 @@ class Replica:
     def accepted(self, round_: int) -> None:
         """The hub has taken the push that was encoded last."""
         (self._pushed, self._kept), self._staged = self._staged, ([], set())
-        self._residual.commit(name for name in self._pushed if not self._terms.up(name).lossless)
+        self._residual.commit(name for name in self._pushed if not self._policy.up(name).lossless)
         self._weights.commit(self._kept)
         self.pushed_round = round_
 
@@ -207,7 +207,7 @@ class Replica:
         for name, (shape, codec) in payload.forms.items():
             if shape != self.shapes.get(name):
                 raise PayloadError(f"state of round {round_}: {name} of shape {shape} was not expected")
-            if not codec.lossless and (full or name in foreign or codec is not self._terms.down(name)):
+            if not codec.lossless and (full or name in foreign or codec is not self._policy.down(name)):
                 raise PayloadError(f"state of round {round_}: {name} came in {codec.name}, which was not expected")
         if full and (missing := [name for name in self.shapes if name not in payload.forms]):
             raise PayloadError(f"state of round {round_}: {missing[0]} is missing")
@@ -253,7 +253,7 @@ class Replica:
         payload = StoredPayload.open(path, str(path))
         try:
             for name, (shape, codec) in payload.forms.items():
-                if shape != self.shapes.get(name) or not codec.lossless or self._terms.up(name).lossless:
+                if shape != self.shapes.get(name) or not codec.lossless or self._policy.up(name).lossless:
                     raise PayloadError(f"{path}: {name} of shape {shape} in {codec.name} was not expected")
             payload.check_finite()
             for name, shape in payload.shapes.items():

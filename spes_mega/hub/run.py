@@ -38,7 +38,7 @@ from spes_mega.recipe import Recipe
 from spes_mega.wire.errors import BrokenTransferError, FullError, PayloadError, ScarceError, StaleRoundError
 from spes_mega.wire.frames import PREFIX_BYTES, chunk_bytes, frames
 from spes_mega.wire.payload import StoredPayload
-from spes_mega.wire.policy import Terms, bytes_beside, changed_names, merged_names
+from spes_mega.wire.policy import WirePolicy, bytes_beside, changed_names, merged_names
 from spes_mega.wire.proto import hub_pb2 as pb
 from spes_mega.wire.tensor_specs import Form, forms_of
 
@@ -54,7 +54,7 @@ class Run:
         """Raises StoreError (the directory is another run's or in use) or CheckpointError (`init` does not fit)."""
         self.recipe = recipe
         self.shapes = expected_tensors(recipe.model)
-        self._terms = Terms(recipe.spes)
+        self._policy = WirePolicy(recipe.spes)
         self._everyone = ownership_of(
             recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership, recipe.spes.capacity
         )
@@ -193,7 +193,7 @@ class Run:
 
         def pushed(node: int) -> dict[str, Form]:
             names = pushed_names(self.shapes, ownership, node, expert_of)
-            return forms_of({name: self.shapes[name] for name in names}, self._terms.up)
+            return forms_of({name: self.shapes[name] for name in names}, self._policy.up)
 
         round_ = self.newest.round
         return Staging(
@@ -283,7 +283,7 @@ class Run:
         record = self.newest
         parts, full = self._parts(node, have_round, record)
         with closing(self._store.open_state(record.round)) as state:
-            outgoing = Outgoing(state, parts, self._terms)
+            outgoing = Outgoing(state, parts, self._policy)
             total, payload = outgoing.total_bytes, f"{record.round}-{xxhash.xxh3_64_hexdigest(outgoing.header)}"
             begin = request.part_bytes if request.part == payload and request.part_bytes <= total else 0
             yield pb.PullOpening(
@@ -309,18 +309,18 @@ class Run:
         Only where weights travel with loss does a node know the last state for sure, and not just its own training.
         """
         trained, counted = self._trained(record), node in record.nodes
-        ownership, lossless = self._ownership(record), self._terms.lossless
-        private = self._terms.private(self.shapes, ownership, node)
+        ownership, lossless = self._ownership(record), self._policy.lossless
+        private = self._policy.private(self.shapes, ownership, node)
         # With other experts than before it rebuilds its model, and needs all of it.
         rebuilds = trained.owned(node) != ownership.owned(node)
         if have_round != record.round - 1 or rebuilds or (lossless and not counted):
             return full_parts(self.shapes, private), True
         changed = changed_names(self.shapes, trained, record.nodes, record.merged)
-        before = self._terms.private(self.shapes, trained, node)
+        before = self._policy.private(self.shapes, trained, node)
         held = before if counted else set()
         # Without loss, what a node holds is exact, whoever else trains it from now on.
         begins = before if lossless else private
-        return partial_parts(changed, before, begins, held, record.merged, self._terms), False
+        return partial_parts(changed, before, begins, held, record.merged, self._policy), False
 
     def _trained(self, record: RoundRecord) -> Ownership:
         """The ownership of the round that gave a state; the one after it if that is too long ago to tell."""
@@ -380,7 +380,7 @@ class Run:
                 pushes = {node: stack.enter_context(closing(self.staging.open(node))) for node in decided.nodes}
                 tokens = {node: tokens_of(push) for node, push in pushes.items()}
                 weights = tokens if self.recipe.spes.weight_by_tokens else None
-                mixture = Mixture(previous, pushes, self.ownership, self._terms, weights)
+                mixture = Mixture(previous, pushes, self.ownership, self._policy, weights)
                 staged = self.staging
 
                 def write(out: Publisher) -> dict[int, Similarity]:
@@ -396,7 +396,7 @@ class Run:
                     ),
                     base_config=previous.weights.config,
                     copy_from=self._store.round_dir(round_),
-                    beside=bytes_beside(self.shapes, self._terms, *changed),
+                    beside=bytes_beside(self.shapes, self._policy, *changed),
                     publish=lambda: self._publish(closed, began),
                 )
         except SHORTAGES as e:
@@ -420,7 +420,7 @@ class Run:
         """What a round changes, and those experts of which it keeps for their owners what a merge changed."""
         merging = merge_of(self.recipe, round_) is not None
         changed = changed_names(self.shapes, self.ownership, nodes, merging)
-        return changed, merged_names(self.shapes, self.ownership, nodes, self._terms) if merging else []
+        return changed, merged_names(self.shapes, self.ownership, nodes, self._policy) if merging else []
 
     def _fill(
         self,
@@ -435,7 +435,7 @@ class Run:
     ) -> Ledger:
         merge = merge_of(self.recipe, round_)
         nodes = tuple(sorted(tokens))
-        with publishing(writer, self._terms, *changed) as out:
+        with publishing(writer, self._policy, *changed) as out:
             similarity.update(write(out))
         closed.close_round(
             round_ + 1,

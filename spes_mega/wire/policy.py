@@ -9,8 +9,8 @@ from spes_mega.recipe import OuterOptimizer, SpesSection
 from spes_mega.wire.tensor_specs import Form, Shapes, data_bytes, header_limit, in_fp32
 
 
-class Terms:
-    """The terms of a run, by tensor name; the same on the hub and on all nodes."""
+class WirePolicy:
+    """Tell the codecs and the outer optimizer of each tensor by its name; hub and nodes share one policy."""
 
     def __init__(self, spes: SpesSection) -> None:
         wire, outer = spes.wire, spes.outer
@@ -53,14 +53,14 @@ def changed_names(names: Iterable[str], ownership: Ownership, pushed: Collection
     return [name for name in names if contributors(name, ownership, pushed) or (merged and expert_of(name) is not None)]
 
 
-def merged_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], terms: Terms) -> list[str]:
+def merged_names(names: Iterable[str], ownership: Ownership, pushed: Collection[int], policy: WirePolicy) -> list[str]:
     """Experts of which a merge sends their owner the change that it makes, in the codec that goes down: those that a
     node which pushed alone trained, and that are published with loss."""
-    if not terms.averages_experts:
+    if not policy.averages_experts:
         return []
     experts = ((name, key.expert) for name in names if (key := expert_of(name)) is not None)
     return [
-        name for name, expert in experts if not terms.down(name).lossless and ownership.sole_owner(expert) in pushed
+        name for name, expert in experts if not policy.down(name).lossless and ownership.sole_owner(expert) in pushed
     ]
 
 
@@ -69,19 +69,19 @@ def merge_name(name: str) -> str:
     return name + ".merge"
 
 
-def delta_forms(shapes: Shapes, terms: Terms, changed: Iterable[str], merged: Iterable[str]) -> dict[str, Form]:
+def delta_forms(shapes: Shapes, policy: WirePolicy, changed: Iterable[str], merged: Iterable[str]) -> dict[str, Form]:
     """What is kept of a round's changes: all that is published with loss, and what a merge changed for owners."""
-    forms = {name: Form(shapes[name], terms.down(name)) for name in changed if not terms.down(name).lossless}
-    return forms | {merge_name(name): Form(shapes[name], terms.down(name)) for name in merged}
+    forms = {name: Form(shapes[name], policy.down(name)) for name in changed if not policy.down(name).lossless}
+    return forms | {merge_name(name): Form(shapes[name], policy.down(name)) for name in merged}
 
 
-def bytes_beside(shapes: Shapes, terms: Terms, changed: Collection[str], merged: Collection[str]) -> int:
+def bytes_beside(shapes: Shapes, policy: WirePolicy, changed: Collection[str], merged: Collection[str]) -> int:
     """At most, of what a new state has beside its weights: residual, momentum, and the payload that led to it.
 
     `merged` are the `merged_names` if it ends with a merge.
     """
-    lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
-    moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
+    lossy = {name: shape for name, shape in shapes.items() if not policy.down(name).lossless}
+    moving = {name: shape for name, shape in shapes.items() if policy.optimizer(name).momentum}
     payloads = [in_fp32(lossy)] * bool(lossy) + [in_fp32(moving)] * bool(moving)
-    payloads.append(delta_forms(shapes, terms, changed, merged))
+    payloads.append(delta_forms(shapes, policy, changed, merged))
     return sum(data_bytes(forms) + header_limit(forms) for forms in payloads if forms)

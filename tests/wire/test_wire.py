@@ -18,7 +18,7 @@ from spes_mega.hub.run import Run
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.storage.checksums import check_files
 from spes_mega.wire.payload import StoredPayload
-from spes_mega.wire.policy import Terms
+from spes_mega.wire.policy import WirePolicy
 from tests.hub.fabricated import assert_same, fabricate, make_recipe, pull, push, read_state
 from tests.hub.reference import Reference
 from tests.hub.rpc.test_hub import until
@@ -269,7 +269,7 @@ def test_what_pushes_lost_can_be_kept_for_another_process(play, tmp_path):
         run.reference.nodes[0][name] = run.reference.given(name, 0)
     run.round()
     other = make_recipe({"hidden_size": 32}, wire="int8")
-    replica = Replica(expected_tensors(other.model), Terms(other.spes), tmp_path, lambda absent: ())
+    replica = Replica(expected_tensors(other.model), WirePolicy(other.spes), tmp_path, lambda absent: ())
     with closing(replica), pytest.raises(PayloadError, match="was not expected"):
         replica.restore_residual(tmp_path / "lost")
 

@@ -33,7 +33,7 @@ from spes_mega.outer.optimizer import nesterov_step, sgd_step
 from spes_mega.outer.ownership import Ownership
 from spes_mega.recipe import ModelSection, Recipe
 from spes_mega.wire.payload import StoredPayload
-from spes_mega.wire.policy import Terms, contributors
+from spes_mega.wire.policy import WirePolicy, contributors
 from spes_mega.wire.tensor_specs import Shape, row_slices
 
 THREADS = 2
@@ -74,12 +74,12 @@ class Mixture:
         previous: Published,
         pushes: Mapping[int, StoredPayload],
         ownership: Ownership,
-        terms: Terms,
+        policy: WirePolicy,
         tokens: Mapping[int, int] | None = None,
     ) -> None:
         """`tokens` are the weights of the nodes in means; None: all alike."""
         self.previous = previous
-        self.terms = terms
+        self.policy = policy
         self._pushes = pushes
         self._ownership = ownership
         self._tokens = tokens
@@ -119,25 +119,25 @@ class Mixture:
 
     def exact(self, name: str, start: int, stop: int) -> Tensor:
         """New exact rows of any tensor, fp32."""
-        if self.terms.down(name).lossless:
+        if self.policy.down(name).lossless:
             return self.values(name, start, stop)
         before = self.previous.rows(name, start, stop)
         return before.add_(self.change(name, start, stop, before))
 
     def _pushes_are_the_state(self, name: str) -> bool:
-        averages = self.terms.optimizer(name).averages and self.terms.up(name).lossless
+        averages = self.policy.optimizer(name).averages and self.policy.up(name).lossless
         return averages and bool(self.contributors(name))
 
     def _adds_up(self, name: str) -> bool:
         """Whether one node's change is the whole step."""
         return (
-            self.terms.optimizer(name).averages
-            and not self.terms.up(name).lossless
+            self.policy.optimizer(name).averages
+            and not self.policy.up(name).lossless
             and len(self.contributors(name)) == 1
         )
 
     def _is_private(self, name: str) -> bool:
-        """Whether its node began the round with P + R, and not with P: see `Terms.private`."""
+        """Whether its node began the round with P + R, and not with P: see `WirePolicy.private`."""
         key = expert_of(name)
         return key is not None and self._ownership.sole_owner(key.expert) is not None
 
@@ -148,12 +148,12 @@ class Mixture:
 
     def _step(self, name: str, start: int, stop: int, before: Tensor, out: Publisher | None) -> Tensor | None:
         """The outer optimizer's step; None if nobody contributes."""
-        optimizer = self.terms.optimizer(name)
+        optimizer = self.policy.optimizer(name)
         velocity = self.previous.velocity(name, start, stop) if optimizer.momentum else None
         step = None
         if self.contributors(name):
             change = self._mean(name, start, stop)
-            if self.terms.up(name).lossless:
+            if self.policy.up(name).lossless:
                 change.sub_(before)
             if velocity is None:
                 step = sgd_step(change, optimizer.lr)
@@ -204,7 +204,7 @@ def write_next_state(
 
 
 def _write_tensor(out: Publisher, mixture: Mixture, name: str) -> None:
-    lossless, changes = mixture.terms.down(name).lossless, bool(mixture.contributors(name))
+    lossless, changes = mixture.policy.down(name).lossless, bool(mixture.contributors(name))
     for start, stop in row_slices(mixture.shape(name)):
         if lossless:
             out.values(name, start, mixture.values(name, start, stop, out))
@@ -239,7 +239,7 @@ def _write_merged_layer(
     donors: Donors = choose_donors(similarity_EE, merge.num_donors)
     for matrix in EXPERT_MATRICES:
         names = _expert_names(model, layer, matrix)
-        write = _write_merged_values if mixture.terms.down(names[0]).lossless else _write_merged_changes
+        write = _write_merged_values if mixture.policy.down(names[0]).lossless else _write_merged_changes
         for start, stop in _expert_slices(mixture, names):
             write(out, mixture, names, start, stop, donors, merge.alpha, space)
     return similarity_of(similarity_EE)

@@ -12,7 +12,7 @@ from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.layout.storage.tensor_bytes import bytes_of
 from spes_mega.outer.codecs import FP32
 from spes_mega.wire.frames import Piece
-from spes_mega.wire.policy import Terms, merge_name
+from spes_mega.wire.policy import WirePolicy, merge_name
 from spes_mega.wire.tensor_specs import Form, data_bytes, payload_header, row_slices
 
 
@@ -34,19 +34,19 @@ def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Pa
 
 
 def partial_parts(
-    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], merged: bool, terms: Terms
+    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], merged: bool, policy: WirePolicy
 ) -> dict[str, Part]:
     """What a node lacks that holds the state before.
 
     `before` is what it alone trained for this state, `private` what it alone trains from it on, and `held` that of
     which its own values are those that the hub has, or had before it `merged` experts.
     """
-    parts = {name: Part.PUBLISHED if terms.down(name).lossless else Part.DELTA for name in changed}
+    parts = {name: Part.PUBLISHED if policy.down(name).lossless else Part.DELTA for name in changed}
     kept = before & private & held
     for name in before | private:
         if name in kept and not merged:
             parts.pop(name, None)
-        elif name in kept and not terms.down(name).lossless:
+        elif name in kept and not policy.down(name).lossless:
             parts[name] = Part.MERGE
         else:
             parts[name] = Part.EXACT if name in private else Part.PUBLISHED
@@ -56,11 +56,11 @@ def partial_parts(
 class Outgoing:
     """One payload for a node, made from the files of a state while it is read."""
 
-    def __init__(self, state: Published, parts: Mapping[str, Part], terms: Terms) -> None:
+    def __init__(self, state: Published, parts: Mapping[str, Part], policy: WirePolicy) -> None:
         self._state = state
         self._parts = {name: parts[name] for name in state.names if name in parts}
         forms = {
-            name: Form(state.shape(name), terms.down(name) if part in _CHANGES else FP32)
+            name: Form(state.shape(name), policy.down(name) if part in _CHANGES else FP32)
             for name, part in self._parts.items()
         }
         self.header = payload_header(forms)

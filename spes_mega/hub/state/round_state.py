@@ -25,7 +25,7 @@ from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.outer.codecs import lossy
 from spes_mega.wire.errors import PayloadError
 from spes_mega.wire.payload import PayloadWriter, StoredPayload
-from spes_mega.wire.policy import Terms, delta_forms, merge_name
+from spes_mega.wire.policy import WirePolicy, delta_forms, merge_name
 from spes_mega.wire.tensor_specs import Forms, Shape, in_fp32
 
 RESIDUAL, VELOCITY, DELTA = "residual.safetensors", "velocity.safetensors", "delta.safetensors"
@@ -36,14 +36,14 @@ BESIDE = (RESIDUAL, VELOCITY, DELTA)
 class Published:
     """A committed state, open for reading. Close it when done."""
 
-    def __init__(self, directory: Path, round_: int, terms: Terms) -> None:
+    def __init__(self, directory: Path, round_: int, policy: WirePolicy) -> None:
         """Raises CheckpointError or StoreError: a file is missing or damaged."""
         self._stack = ExitStack()
         try:
             self.weights: Checkpoint = self._stack.enter_context(open_checkpoint(directory))
             names = self.weights.names if round_ else ()  # the initial state has lost nothing, and came from no other
-            self._lossy = [name for name in names if not terms.down(name).lossless]
-            self._moving = [name for name in names if terms.optimizer(name).momentum]
+            self._lossy = [name for name in names if not policy.down(name).lossless]
+            self._moving = [name for name in names if policy.optimizer(name).momentum]
             self._residual = self._open(directory / RESIDUAL, self._lossy)
             self._velocity = self._open(directory / VELOCITY, self._moving)
             self.delta = self._open(directory / DELTA, self._lossy)
@@ -102,21 +102,21 @@ class Publisher:
     def __init__(
         self,
         weights: CheckpointWriter,
-        terms: Terms,
+        policy: WirePolicy,
         changed: Iterable[str],
         merged: Collection[str],
         stack: ExitStack,
     ) -> None:
         """`changed` are the names that will be published anew, `merged` the `merged_names` if the round ends with a
         merge; `stack` closes the files."""
-        self._weights, self._terms = weights, terms
+        self._weights, self._policy = weights, policy
         self._merged = frozenset(merged)
         self._stack = stack
         self._files: dict[str, tuple[BinaryIO, TensorChecksums]] = {}
         shapes = {name: weights.shape(name) for name in weights.names}
-        lossy = {name: shape for name, shape in shapes.items() if not terms.down(name).lossless}
-        moving = {name: shape for name, shape in shapes.items() if terms.optimizer(name).momentum}
-        self._delta = self._payload(DELTA, delta_forms(shapes, terms, changed, merged)) if lossy else None
+        lossy = {name: shape for name, shape in shapes.items() if not policy.down(name).lossless}
+        moving = {name: shape for name, shape in shapes.items() if policy.optimizer(name).momentum}
+        self._delta = self._payload(DELTA, delta_forms(shapes, policy, changed, merged)) if lossy else None
         self._residual = self._payload(RESIDUAL, in_fp32(lossy)) if lossy else None
         self._velocity = self._payload(VELOCITY, in_fp32(moving)) if moving else None
 
@@ -143,7 +143,7 @@ class Publisher:
         assert self._delta is not None, "the tensor is lossy"
         assert self._residual is not None, "the tensor is lossy"
         wire, scale = self._delta.write_rows(name, start, change)
-        lossy(self._terms.down(name)).move(before, change, wire, scale)
+        lossy(self._policy.down(name)).move(before, change, wire, scale)
         self._weights.write_rows(name, start, _finite(name, before))
         self._residual.write_rows(name, start, change)
 
@@ -155,7 +155,7 @@ class Publisher:
         if name in self._merged:
             assert self._delta is not None, "the tensor is lossy"
             wire, scale = self._delta.write_rows(merge_name(name), start, merge)
-            lossy(self._terms.down(name)).add(change, wire, scale)
+            lossy(self._policy.down(name)).add(change, wire, scale)
         else:
             change.add_(merge)
         self.change(name, start, before, change)
@@ -188,10 +188,10 @@ def _finite(name: str, rows: Tensor) -> Tensor:
 
 @contextmanager
 def publishing(
-    weights: CheckpointWriter, terms: Terms, changed: Iterable[str], merged: Collection[str] = ()
+    weights: CheckpointWriter, policy: WirePolicy, changed: Iterable[str], merged: Collection[str] = ()
 ) -> Iterator[Publisher]:
     """A Publisher whose files are closed in the end; the CheckpointWriter makes them durable and commits them."""
     with ExitStack() as stack:
-        publisher = Publisher(weights, terms, changed, merged, stack)
+        publisher = Publisher(weights, policy, changed, merged, stack)
         yield publisher
         publisher.add_checksums()

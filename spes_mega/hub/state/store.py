@@ -47,7 +47,7 @@ from spes_mega.layout.storage.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
 from spes_mega.recipe.agreement import differences, may_go_on, told
-from spes_mega.wire.policy import Terms
+from spes_mega.wire.policy import WirePolicy
 
 FORMAT = 1
 LOCK_TRIES = 5
@@ -79,7 +79,7 @@ class Store:
         """
         self.root = root
         self._recipe = recipe
-        self._terms = Terms(recipe.spes)
+        self._policy = WirePolicy(recipe.spes)
         self._pending: dict[int, Path] = {}
         with naming(root):
             check_own(root)
@@ -125,11 +125,11 @@ class Store:
         directory = self.round_dir(round_)
         if (pending := self._pending.get(round_)) and not directory.exists():
             try:
-                return Published(pending, round_, self._terms)
+                return Published(pending, round_, self._policy)
             except (CheckpointError, StoreError):
                 if not directory.exists():
                     raise  # else it got its final name just now
-        return Published(directory, round_, self._terms)
+        return Published(directory, round_, self._policy)
 
     def check_new(self) -> None:
         """Raises StoreError if there is no state, and yet what follows on one: states were lost."""

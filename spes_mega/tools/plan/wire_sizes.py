@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spes_mega.layout.names import expert_of
 from spes_mega.outer.ownership import Ownership, private_names, pushed_names
 from spes_mega.recipe import SpesSection
-from spes_mega.wire.policy import Terms, delta_forms, merged_names
+from spes_mega.wire.policy import WirePolicy, delta_forms, merged_names
 from spes_mega.wire.protocol import TOKENS_KEY
 from spes_mega.wire.tensor_specs import Forms, Shapes, data_bytes, forms_of, in_fp32, payload_header
 
@@ -58,30 +58,30 @@ def payload_bytes(forms: Forms, metadata: Mapping[str, str] | None = None) -> in
 def push_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership, node: int, tokens: int) -> int:
     """Of a node's push after training on so many tokens."""
     names = pushed_names(shapes, ownership, node, expert_of)
-    return payload_bytes(forms_of(_chosen(shapes, names), Terms(spes).up), {TOKENS_KEY: str(tokens)})
+    return payload_bytes(forms_of(_chosen(shapes, names), WirePolicy(spes).up), {TOKENS_KEY: str(tokens)})
 
 
 def round_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership, node: int, tokens: int) -> RoundBytes:
     """For a node that took part in the round before, and trains the same experts in the next one."""
-    terms = Terms(spes)
-    private = terms.private(shapes, ownership, node)
+    policy = WirePolicy(spes)
+    private = policy.private(shapes, ownership, node)
     others = [name for name in shapes if name not in private]
     return RoundBytes(
         up=push_bytes(shapes, spes, ownership, node, tokens),
-        down=payload_bytes(forms_of(_chosen(shapes, others), terms.down)),
-        down_after_merge=payload_bytes(forms_of(shapes, terms.down)),
+        down=payload_bytes(forms_of(_chosen(shapes, others), policy.down)),
+        down_after_merge=payload_bytes(forms_of(shapes, policy.down)),
     )
 
 
 def state_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership) -> StateBytes:
     """Of a state that a round gave; that of round 0 is its weights alone."""
-    terms = Terms(spes)
-    lossy = _chosen(shapes, [name for name in shapes if not terms.down(name).lossless])
-    merged = merged_names(shapes, ownership, range(ownership.num_nodes), terms) if spes.merge_steps else ()
+    policy = WirePolicy(spes)
+    lossy = _chosen(shapes, [name for name in shapes if not policy.down(name).lossless])
+    merged = merged_names(shapes, ownership, range(ownership.num_nodes), policy) if spes.merge_steps else ()
     delta, after_merge = (
-        payload_bytes(delta_forms(shapes, terms, lossy, names)) if lossy else 0 for names in ((), merged)
+        payload_bytes(delta_forms(shapes, policy, lossy, names)) if lossy else 0 for names in ((), merged)
     )
-    moving = _chosen(shapes, [name for name in shapes if terms.optimizer(name).momentum])
+    moving = _chosen(shapes, [name for name in shapes if policy.optimizer(name).momentum])
     return StateBytes(
         weights=payload_bytes(in_fp32(shapes)),
         residual=payload_bytes(in_fp32(lossy)) if lossy else 0,
@@ -93,23 +93,23 @@ def state_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership) -> Stat
 
 def spool_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership, node: int, tokens: int) -> SpoolBytes:
     """At the most: a whole state comes at the start, and what is staged lies beside what holds."""
-    terms = Terms(spes)
+    policy = WirePolicy(spes)
     pushed = pushed_names(shapes, ownership, node, expert_of)
-    own = private_names(pushed, ownership, node, expert_of) if terms.averages_experts else []
+    own = private_names(pushed, ownership, node, expert_of) if policy.averages_experts else []
     values = data_bytes(in_fp32(shapes)) + data_bytes(in_fp32(_chosen(shapes, own)))
     return SpoolBytes(
         push=push_bytes(shapes, spes, ownership, node, tokens),
         state=payload_bytes(in_fp32(shapes)),
-        replica=0 if terms.lossless else values,
+        replica=0 if policy.lossless else values,
         residual=2 * lost_bytes(shapes, spes, ownership, node),
     )
 
 
 def lost_bytes(shapes: Shapes, spes: SpesSection, ownership: Ownership, node: int) -> int:
     """What a node's pushes lost so far, which it keeps in checkpoints, too."""
-    terms = Terms(spes)
+    policy = WirePolicy(spes)
     names = pushed_names(shapes, ownership, node, expert_of)
-    lossy = [name for name in names if not terms.up(name).lossless]
+    lossy = [name for name in names if not policy.up(name).lossless]
     return data_bytes(in_fp32(_chosen(shapes, lossy)))
 
 

@@ -11,14 +11,14 @@ from spes_mega.layout.names import expected_tensors, expert_name
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.wire import tensor_specs as forms
 from spes_mega.wire.payload import StoredPayload, write_payload
-from spes_mega.wire.policy import Terms
+from spes_mega.wire.policy import WirePolicy
 from spes_mega.wire.tensor_specs import in_fp32
 from tests.hub.fabricated import assert_same, fabricate, make_recipe, next_state, ownership, read_state, shapes_of
 
 
 def aggregated(tmp_path, recipe, pushes, merge=None):
     """(state before, state after, similarity) through files, as the hub does it."""
-    terms = Terms(recipe.spes)
+    policy = WirePolicy(recipe.spes)
     with CheckpointWriter(tmp_path / "old", recipe.model, torch.float32, fsync=False) as writer:
         for name, shape in expected_tensors(recipe.model).items():
             writer.write(name, initial_tensor(recipe.model, name, shape, 5))
@@ -28,11 +28,11 @@ def aggregated(tmp_path, recipe, pushes, merge=None):
         with path.open("wb") as file:
             write_payload(file, in_fp32(shapes_of(recipe, node)), tensors.items(), {})
         stored[node] = StoredPayload.open(path, f"push {node}")
-    with closing(Published(tmp_path / "old", 0, terms)) as previous:
-        mixture = Mixture(previous, stored, ownership(recipe), terms)
+    with closing(Published(tmp_path / "old", 0, policy)) as previous:
+        mixture = Mixture(previous, stored, ownership(recipe), policy)
         with (
             CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer,
-            publishing(writer, terms, mixture.names) as out,
+            publishing(writer, policy, mixture.names) as out,
         ):
             similarity = write_next_state(out, mixture, recipe.model, merge, lambda: None)
     return read_state(tmp_path / "old"), read_state(tmp_path / "new"), similarity
