@@ -11,7 +11,7 @@ BELOW = GROUND | {"recipe", "options", "overlays"}
 AT_REST = BELOW | {"layout", "data"}
 ALLOWED = {
     "files": GROUND,
-    "recipe": GROUND,
+    "recipe": GROUND | {"outer"},  # which imports nothing: the recipe names the ownership that it gives
     "outer": set(),
     "layout": BELOW,
     "data": BELOW | {"layout", "model"},

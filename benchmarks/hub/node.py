@@ -18,7 +18,7 @@ from shapes import parsed
 from spes_mega.client.client import HubClient, Pulled
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.storage.tensor_bytes import bytes_of
-from spes_mega.outer.ownership import ownership_of, pushed_names
+from spes_mega.outer.ownership import pushed_names
 from spes_mega.recipe import Recipe
 
 _HELD_BYTES = 1 << 30
@@ -101,7 +101,7 @@ def exchange(client: HubClient, recipe: Recipe, weights: FabricatedWeights, roun
     """One round's synchronization; prints `done` as soon as the next state is there, and then its figures."""
     behind_cpu_s = behind.seconds()
     up, down = client.bytes_up, client.bytes_down
-    owned = ownership_of(recipe.model.num_experts, recipe.spes.num_nodes, recipe.spes.ownership)
+    owned = recipe.ownership()
     mine = pushed_names(weights.tensors, owned, client.node, expert_of)
     shapes = {name: tuple(weights.tensors[name].shape) for name in mine}
     client.push(round_, shapes, ((name, weights.tensors[name]) for name in mine), tokens=1)

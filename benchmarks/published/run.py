@@ -1,8 +1,8 @@
-"""Published figures of SPES, computed by the reference's rules and by ours: what docs/benchmarks/published.md shows.
+"""Published figures of SPES, computed by the reference's rules and by ours: what docs/published.md shows.
 
     python benchmarks/published/run.py
 
-Nothing is measured here. GB are 10^9 bytes. docs/benchmarks/published.md has the rules, and where each comes from.
+Nothing is measured here. GB are 10^9 bytes. The rules, and where each comes from, stand in docs/published.md.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_mega.layout.counts import count_parameters
-from spes_mega.outer.ownership import ownership_of
 from spes_mega.recipe import Recipe, load_recipe
 from spes_mega.tools.plan.activations import activation_bytes
 from spes_mega.tools.plan.memory import rank_memory
@@ -58,9 +57,7 @@ def reference_up_down(recipe: Recipe, owned: int) -> tuple[int, int]:
 
 
 def our_up_down(recipe: Recipe, codec: str) -> tuple[int, int]:
-    spes = recipe.spes
-    ownership = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership)
-    traffic = node_traffic(recipe, ownership, 0, codec, 0)
+    traffic = node_traffic(recipe, recipe.ownership(), 0, codec, 0)
     return traffic.up, traffic.down
 
 

@@ -21,7 +21,7 @@ from spes_mega.client.resumable import ANSWER_S, Delivery
 from spes_mega.client.spools import Spools
 from spes_mega.errors import DeadlineError, HubRefusedError
 from spes_mega.layout.names import expected_tensors
-from spes_mega.outer.ownership import ownership_of, with_absent
+from spes_mega.outer.ownership import with_absent
 from spes_mega.recipe import Recipe
 from spes_mega.security.access import OPEN, Access
 from spes_mega.wire.errors import PayloadError, PushLostError, StaleRoundError
@@ -109,7 +109,7 @@ class HubClient:
         spes = recipe.spes
         policy = WirePolicy(spes)
         shapes = expected_tensors(recipe.model)
-        everyone = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
+        everyone = recipe.ownership()
 
         def private_of(absent: Collection[int]) -> set[str]:
             return policy.private(shapes, with_absent(everyone, absent, spes.capacity), node)

@@ -91,8 +91,9 @@ def command(
     _stop_on_signals(run)
     gc.freeze()  # what is loaded stays: the collector need not look through it in the midst of a round's closing
     finished = server.serve(run)
-    text = f"run finished at round {run.newest.round}" if finished else f"hub stopped at round {run.newest.round}"
-    console.say("end", text, finished=finished, round=run.newest.round)
+    round_ = run.state.newest.round
+    text = f"run finished at round {round_}" if finished else f"hub stopped at round {round_}"
+    console.say("end", text, finished=finished, round=round_)
 
 
 def _drain(state: Path, console: Console) -> None:
@@ -104,7 +105,7 @@ def _drain(state: Path, console: Console) -> None:
 def _stop_on_signals(run: Run) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once; the state stays whole
-        run.rounds.stop()
+        run.state.rounds.shutdown.stop()
 
     handle((signal.SIGINT, signal.SIGTERM), stop)
-    signal.signal(signal.SIGUSR1, lambda number, frame: run.rounds.drain())
+    signal.signal(signal.SIGUSR1, lambda number, frame: run.state.rounds.shutdown.drain())

@@ -143,7 +143,7 @@ class _Node:
                 say=self.say,
             )
         capacity = self.recipe.spes.capacity
-        arguments = (self.options.node, self._ownership(), self.ranks, self.stop, client, self.say, capacity)
+        arguments = (self.options.node, self.recipe.ownership(), self.ranks, self.stop, client, self.say, capacity)
         if self.recipe.spes.overlap:
             from spes_mega.node.sync.overlap import OverlappingHubNode
 
@@ -158,12 +158,6 @@ class _Node:
             source.leave()
             if client is not None:
                 client.close()
-
-    def _ownership(self) -> Any:
-        from spes_mega.outer.ownership import ownership_of
-
-        spes = self.recipe.spes
-        return ownership_of(self.recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
     def _train(self, data: Any, source: Any, resume: Any) -> None:
         from spes_mega.node.loop import NodeRun

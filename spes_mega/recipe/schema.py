@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from spes_mega.outer.ownership import Ownership, ownership_of
 from spes_mega.recipe.agreement import MEANING, meanings
 from spes_mega.recipe.data import CheckpointSection, DataSection
 from spes_mega.recipe.model import ModelSection
@@ -59,6 +60,11 @@ class Recipe(Section):
             raise ValueError(f"spes.ownership: nobody owns expert {missing[0]} (model.num_experts {len(experts)})")
         if unknown := sorted(owned - experts):
             raise ValueError(f"spes.ownership: there is no expert {unknown[0]} (model.num_experts {len(experts)})")
+
+    def ownership(self) -> Ownership:
+        """Return who trains which experts while all nodes are there."""
+        spes = self.spes
+        return ownership_of(self.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
 
     @property
     def num_rounds(self) -> int:

@@ -38,7 +38,7 @@ class RunningHub:
         return self
 
     def stop(self):
-        self.run.rounds.stop()
+        self.run.state.rounds.shutdown.stop()
         return self.join()
 
 

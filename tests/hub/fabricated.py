@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from spes_mega.layout.initialize import generator
 from spes_mega.layout.names import expected_tensors, expert_of
 from spes_mega.layout.reader import open_checkpoint
-from spes_mega.outer.ownership import ownership_of, pushed_names, with_absent
+from spes_mega.outer.ownership import pushed_names, with_absent
 from spes_mega.recipe import parse_recipe
 
 MODEL = {
@@ -42,9 +42,7 @@ def make_recipe(model=None, train=None, **spes):
 
 
 def ownership(recipe, absent=()):
-    spes = recipe.spes
-    base = ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
-    return with_absent(base, absent, spes.capacity)
+    return with_absent(recipe.ownership(), absent, recipe.spes.capacity)
 
 
 def shapes_of(recipe, node, absent=()):

@@ -86,7 +86,7 @@ def test_no_token_a_wrong_one_and_one_of_another_node_are_refused(start_hub, key
     message = r"the token is that of node-1, and the caller says that it is node 0: give each node the keys of its own"
     assert_refused(hub, Access(other.token, mine.tls), message)
     assert_refused(hub, access_of(keys / "watch"), "are for `spes-mega status` alone")
-    assert hub.run.rounds.presence()[0].value == "never joined"
+    assert hub.run.state.rounds.attendance.presence()[0].value == "never joined"
 
 
 def test_with_mutual_tls_the_certificate_has_to_be_that_of_the_caller(start_hub, keys):

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from spes_mega.cli import main
 from spes_mega.errors import CheckpointError
 from spes_mega.hub.state.initial import commit_initial
-from spes_mega.hub.state.store import Store
+from spes_mega.hub.state.ledger import RoundRecord
+from spes_mega.hub.state.store import Store, Template
 from spes_mega.layout import CheckpointWriter, open_checkpoint
 from spes_mega.tools import similarity
 from spes_mega.tools.inspect import command
@@ -132,13 +133,11 @@ def test_a_hubs_rounds_and_snapshots_are_checkpoints(tmp_path):
     commit_initial(store, recipe, None)
     ledger = store.read_ledger(0)
 
-    def fill(writer):
+    with store.committing(1, Template()) as draft:
         for name, tensor in tiny.random_weights(recipe.model).items():
-            writer.write(name, tensor)
-        ledger.close_round(1, 1, [0], 1.5, 100, None)
-        return ledger
-
-    store.commit(1, fill, base_config=None, copy_from=None)
+            draft.writer.write(name, tensor)
+        ledger.close_round(RoundRecord(1, 1, nodes=(0,), seconds=1.5, tokens=100))
+        draft.complete(ledger)
     snapshot = store.snapshot(ledger.rounds[-1])
     count = sum(tensor.numel() for tensor in tiny.random_weights(recipe.model).values())
     for folder in (store.round_dir(0), store.round_dir(1), snapshot):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spes_mega.hub.push.staging import tokens_of
+from spes_mega.hub.push.check import tokens_of
 from spes_mega.hub.push.uploads import MAX_UPLOADS
 from spes_mega.outer.codecs import codec_named
 from spes_mega.wire.errors import PayloadError

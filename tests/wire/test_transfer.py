@@ -7,9 +7,10 @@ import pytest
 
 from spes_mega.client import channel as channel_module
 from spes_mega.client.client import HubClient
-from spes_mega.hub import run as run_module
-from spes_mega.hub.push import uploads as partials_module
+from spes_mega.hub.pull import send as send_module
+from spes_mega.hub.push import uploads as uploads_module
 from spes_mega.wire.frames import CHUNK_BYTES, Arrival
+from spes_mega.wire.proto import hub_pb2 as pb
 from tests.hub.fabricated import assert_same, fabricate, make_recipe, pull, push, read_state
 from tests.hub.relay import Relay
 
@@ -43,7 +44,7 @@ def payload_bytes(tensors):
 
 def pushed(hub, tensors):
     """The round is closed, and the state of its single node is what it pushed."""
-    assert hub.run.rounds.wait_round(1, 30) == 1
+    assert hub.run.state.rounds.wait_round(1, 30) == 1
     assert_same(read_state(hub.state / "rounds/000001"), tensors)
 
 
@@ -88,16 +89,16 @@ def test_a_push_that_is_cut_again_and_again_still_comes_to_its_end(line, tensors
 @pytest.mark.parametrize("chunk", [300_001, CHUNK_BYTES + 12_345])
 def test_a_transfer_that_is_begun_again_may_have_other_chunk_sizes(line, tensors, monkeypatch, chunk):
     hub, relay, client = line
-    take, changed = partials_module.Upload.take, []
+    take, changed = uploads_module.Upload.take, []
 
     def change_size(self, attempt, frame):
         if self.arrival.received > CUT_BYTES and not changed:
             changed.append(self.arrival.received)
-            hub.run._chunk_bytes = chunk
+            hub.run.state.chunk_bytes = chunk
             relay.cut()
         return take(self, attempt, frame)
 
-    monkeypatch.setattr(partials_module.Upload, "take", change_size)
+    monkeypatch.setattr(uploads_module.Upload, "take", change_size)
     push(client, 0, tensors)
     assert changed
     pushed(hub, tensors)
@@ -137,7 +138,7 @@ def test_a_pull_goes_on_with_a_hub_that_was_started_anew(line, tensors, start_hu
 
 def test_a_pull_begins_anew_if_the_hub_has_another_state_meanwhile(line, tensors, monkeypatch):
     hub, relay, client = line
-    frames, closed = run_module.frames, []
+    frames, closed = send_module.frames, []
 
     def close_in_between(pieces, chunk, begin):
         for count, frame in enumerate(frames(pieces, chunk, begin)):
@@ -150,7 +151,7 @@ def test_a_pull_begins_anew_if_the_hub_has_another_state_meanwhile(line, tensors
                     other.wait_round(1)
                 relay.cut()
 
-    monkeypatch.setattr(run_module, "frames", close_in_between)
+    monkeypatch.setattr(send_module, "frames", close_in_between)
     round_, state = pull(client)
     assert closed == [0]
     assert round_ == 1
@@ -190,42 +191,45 @@ def test_a_late_and_slow_line_carries_both_ways(line, tensors):
     pushed(hub, tensors)
 
 
+def opening(payload, offset=0):
+    return pb.PushOpening(payload=payload, total_bytes=100, offset=offset)
+
+
 def test_an_attempt_that_is_overtaken_writes_nothing_more(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         taken = []
         patch.setattr(Arrival, "take", lambda self, frame: taken.append(frame) or len(frame))
-        partials, ended = partials_module.Partials(tmp_path), []
-        with partials.attempt(0, "id", 100, 50, 0, lambda: ended.append(1)) as (upload, first):
-            upload.take(first, b"1")
-            with partials.attempt(0, "id", 100, 50, 0, lambda: ended.append(2)) as (same, second):
-                assert same is upload
+        uploads, ended = uploads_module.Uploads(tmp_path), []
+        with uploads.attempt(0, opening("id"), 50, lambda: ended.append(1)) as first:
+            first.take(b"1")
+            with uploads.attempt(0, opening("id"), 50, lambda: ended.append(2)) as second:
                 assert ended == [1]
-                with pytest.raises(partials_module.BrokenTransferError, match="a newer attempt"):
-                    upload.take(first, b"2")
-                upload.take(second, b"3")
+                with pytest.raises(uploads_module.BrokenTransferError, match="a newer attempt"):
+                    first.take(b"2")
+                second.take(b"3")
         assert taken == [b"1", b"3"]
 
 
 def test_uploads_of_one_node_are_few_and_files_go_with_their_round(tmp_path):
-    partials = partials_module.Partials(tmp_path)
-    with partials.attempt(0, "a", 100, 50, 0, list), partials.attempt(0, "b", 100, 50, 0, list):
+    uploads = uploads_module.Uploads(tmp_path)
+    with uploads.attempt(0, opening("a"), 50, list), uploads.attempt(0, opening("b"), 50, list):
         with (
-            pytest.raises(partials_module.BusyError, match="node 0 has 2 uploads"),
-            partials.attempt(0, "c", 100, 50, 0, list),
+            pytest.raises(uploads_module.BusyError, match="node 0 has 2 uploads"),
+            uploads.attempt(0, opening("c"), 50, list),
         ):
             pass
-        with partials.attempt(1, "c", 100, 50, 0, list):
+        with uploads.attempt(1, opening("c"), 50, list):
             assert len(list(tmp_path.iterdir())) == 3
     for number in range(20):  # strays take the place of what is idle
-        with partials.attempt(0, f"{number}", 100, 50, 0, list):
+        with uploads.attempt(0, opening(f"{number}"), 50, list):
             pass
     assert len(list(tmp_path.iterdir())) == 3
     with (
-        pytest.raises(partials_module.BrokenTransferError, match="only 0 bytes are here"),
-        partials.attempt(0, "0", 100, 50, 50, list),
+        pytest.raises(uploads_module.BrokenTransferError, match="only 0 bytes are here"),
+        uploads.attempt(0, opening("0", offset=50), 50, list),
     ):
         pass
-    partials.close()
+    uploads.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,16 +261,16 @@ def test_a_push_is_written_over_that_of_the_round_before(line, tensors, monkeypa
     ((spare, inode),) = staged().items()
     assert spare.endswith(".spare"), "nothing has the name of a push before its own bytes are there"
     seen = set()
-    take = partials_module.Upload.take
+    take = uploads_module.Upload.take
 
     def watched(upload, attempt, frame):
         seen.update(name.partition(".")[2].partition(".")[2] for name in staged())
         return take(upload, attempt, frame)
 
-    monkeypatch.setattr(partials_module.Upload, "take", watched)
+    monkeypatch.setattr(uploads_module.Upload, "take", watched)
     others = fabricate(hub.recipe, 0, 1)
     push(client, 1, others)
     assert seen == {"part"}
-    assert hub.run.rounds.wait_round(2, 30) == 2
+    assert hub.run.state.rounds.wait_round(2, 30) == 2
     assert_same(read_state(hub.state / "rounds/000002"), others)
     assert list(staged().values()) == [inode]

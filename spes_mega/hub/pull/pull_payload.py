@@ -1,12 +1,12 @@
-"""What a node is sent of a state, and where each of its bytes comes from."""
+"""The bytes of a pull, and the file that each of them comes from."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from spes_mega.hub.pull.contents import Part
 from spes_mega.hub.state.round_state import Published
 from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.layout.storage.tensor_bytes import bytes_of
@@ -15,45 +15,10 @@ from spes_mega.wire.frames import Piece
 from spes_mega.wire.policy import WirePolicy, merge_name
 from spes_mega.wire.tensor_specs import Form, data_bytes, payload_header, row_slices
 
-
-class Part(Enum):
-    """How a tensor is sent."""
-
-    PUBLISHED = "values that all nodes hold"
-    EXACT = "exact values, for the node that alone trains the tensor"
-    DELTA = "the change since the last round, in its codec"
-    MERGE = "what a merge changed, in its codec, for the node that alone trains the tensor"
-
-
 _CHANGES = (Part.DELTA, Part.MERGE)
 
 
-def full_parts(names: Collection[str], private: Collection[str]) -> dict[str, Part]:
-    """Everything, for a node that has nothing to go on from."""
-    return {name: Part.EXACT if name in private else Part.PUBLISHED for name in names}
-
-
-def partial_parts(
-    changed: Collection[str], before: Set[str], private: Set[str], held: Set[str], merged: bool, policy: WirePolicy
-) -> dict[str, Part]:
-    """What a node lacks that holds the state before.
-
-    `before` is what it alone trained for this state, `private` what it alone trains from it on, and `held` that of
-    which its own values are those that the hub has, or had before it `merged` experts.
-    """
-    parts = {name: Part.PUBLISHED if policy.down(name).lossless else Part.DELTA for name in changed}
-    kept = before & private & held
-    for name in before | private:
-        if name in kept and not merged:
-            parts.pop(name, None)
-        elif name in kept and not policy.down(name).lossless:
-            parts[name] = Part.MERGE
-        else:
-            parts[name] = Part.EXACT if name in private else Part.PUBLISHED
-    return parts
-
-
-class Outgoing:
+class PullPayload:
     """One payload for a node, made from the files of a state while it is read."""
 
     def __init__(self, state: Published, parts: Mapping[str, Part], policy: WirePolicy) -> None:

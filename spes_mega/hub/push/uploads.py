@@ -7,13 +7,15 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from spes_mega.errors import HubRefusedError
 from spes_mega.layout.storage.checksums import ArrivingChecksums
 from spes_mega.layout.storage.write_behind import WriteBehind
-from spes_mega.wire.errors import BrokenTransferError, BusyError, PayloadError
+from spes_mega.wire.errors import BrokenTransferError, BusyError, DamagedError, PayloadError
 from spes_mega.wire.frames import PREFIX_BYTES, Arrival
+from spes_mega.wire.proto import hub_pb2 as pb
 
 MAX_UPLOADS = 2
 """Payloads of one node at a time. One is the rule; more come only from a node that pushes from two threads."""
@@ -81,23 +83,23 @@ class Upload:
                 self._started = self.arrival.received
             return count
 
-    def finish(self, attempt: int, commit: Callable[[Path, Callable[[], str]], bool]) -> bool:
-        """Make all bytes durable and `commit` them; returns what that does, True if an older attempt has done it.
-
-        `commit` is given the file, and what gives its checksum once it is known to be well-formed.
-
-        Raises PayloadError if bytes are missing, BrokenTransferError if overtaken.
-        """
+    @contextmanager
+    def complete(self, attempt: int) -> Iterator["Upload | None"]:
+        """Make all bytes durable, and hold the lock while they are checked and committed inside; see `Attempt`."""
         with self.lock:
             if self.done:
-                return True
+                yield None
+                return
             self.check_attempt(attempt)
             self.arrival.finish()
             os.fsync(self._fd)
-            repeated = commit(self.path, lambda: self._checksums.of_file(self._fd, "push"))
+            yield self
             self.done = True
             self.remove()
-            return repeated
+
+    def checksum(self) -> str:
+        """Return the checksum of the complete file, which has to be well-formed."""
+        return self._checksums.of_file(self._fd, "push")
 
     def check_attempt(self, attempt: int) -> None:
         if self._fd < 0 or attempt != self._attempt:
@@ -111,7 +113,30 @@ class Upload:
         self.path.unlink(missing_ok=True)
 
 
-class Partials:
+class Attempt:
+    """One attempt at sending a payload, or the rest of it."""
+
+    def __init__(self, upload: Upload, number: int) -> None:
+        self._upload = upload
+        self._number = number
+
+    def take(self, frame: bytes) -> int:
+        """Write one frame; return its bytes. Raise what `Upload.take` does."""
+        return self._upload.take(self._number, frame)
+
+    def complete(self) -> AbstractContextManager[Upload | None]:
+        """Make all bytes durable; inside, the upload can be checked and committed. None: an older attempt has done it.
+
+        The file is removed at the end unless it has got another name.
+
+        Raises:
+            PayloadError: bytes are missing.
+            BrokenTransferError: a newer attempt has taken over.
+        """
+        return self._upload.complete(self._number)
+
+
+class Uploads:
     """The uploads of one round, by node and by the payload's id, which the node has drawn."""
 
     def __init__(self, directory: Path) -> None:
@@ -134,18 +159,25 @@ class Partials:
 
     @contextmanager
     def attempt(
-        self, node: int, payload: str, total_bytes: int, max_header: int, offset: int, end: Callable[[], None]
-    ) -> Iterator[tuple[Upload, int]]:
-        """The upload and the number of this attempt at it; `end` is called when another attempt takes over.
+        self, node: int, opening: pb.PushOpening, max_header: int, cancel: Callable[[], None]
+    ) -> Iterator[Attempt]:
+        """Begin an attempt at a payload; `cancel` is called when another attempt takes over.
+
+        An upload that is refused leaves nothing; one that breaks off, or arrives damaged, stays to be resumed.
 
         Raises:
-            BrokenTransferError: it wants to go on from a byte that is not here.
-            BusyError: the node has too many uploads under way.
+            BrokenTransferError: it wants to resume from a byte that is not here.
+            BusyError: the node has too many uploads at once.
         """
-        upload = self._find(node, payload, total_bytes, max_header)
-        number = upload.begin(offset, end)
+        upload = self._find(node, opening.payload, opening.total_bytes, max_header)
+        number = upload.begin(opening.offset, cancel)
         try:
-            yield upload, number
+            yield Attempt(upload, number)
+        except (DamagedError, BrokenTransferError):
+            raise
+        except HubRefusedError:
+            self._drop(upload)
+            raise
         finally:
             upload.end(number)
 
@@ -175,7 +207,7 @@ class Partials:
         with removed.lock:
             removed.remove()
 
-    def drop(self, upload: Upload) -> None:
+    def _drop(self, upload: Upload) -> None:
         """An upload that is refused leaves nothing."""
         with self._lock:
             self._uploads = {key: kept for key, kept in self._uploads.items() if kept is not upload}

@@ -9,6 +9,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from spes_mega.errors import AccessError, SpesError, StoreError
 from spes_mega.hub.console import Console
+from spes_mega.hub.rounds.members import Presence
+from spes_mega.hub.rounds.shutdown import Stopped
 from spes_mega.hub.rpc.admission import Admission
 from spes_mega.hub.rpc.auth import Guard
 from spes_mega.hub.rpc.connections import Connections, most_connections, raise_open_files
@@ -16,8 +18,6 @@ from spes_mega.hub.rpc.health import SERVICE, Health
 from spes_mega.hub.rpc.limits import Lanes
 from spes_mega.hub.rpc.service import HubService
 from spes_mega.hub.run import Run
-from spes_mega.hub.state.members import Presence
-from spes_mega.hub.state.rounds import Stopped
 from spes_mega.hub.systemd import notify
 from spes_mega.recipe import Recipe
 from spes_mega.wire.address import check_free, own_addresses
@@ -116,7 +116,7 @@ class HubServer:
         notify("READY=1", f"STATUS=listening on {self.address}")
         try:
             self._close_rounds()
-            return not self._run.rounds.stopping
+            return not self._run.state.rounds.shutdown.stopping
         except Stopped:
             return False
         except OSError as e:
@@ -127,20 +127,21 @@ class HubServer:
             self._end()
 
     def _close_rounds(self) -> None:
-        rounds, spes = self._run.rounds, self._run.recipe.spes
+        state, rounds, spes = self._run.state, self._run.state.rounds, self._run.state.recipe.spes
+        shutdown = rounds.shutdown
         stragglers = {Presence.MISSED}
-        if self._run.finished:
+        if state.finished:
             stragglers = set(Presence)
-            text = f"all {self._run.recipe.num_rounds} rounds are closed; serving the last state for {LINGER_S:g} s"
+            text = f"all {state.recipe.num_rounds} rounds are closed; serving the last state for {LINGER_S:g} s"
             self._console.say("finished", text, round=rounds.round)
-        while not self._run.finished:
-            if rounds.draining:
+        while not state.finished:
+            if shutdown.draining:
                 self._hand_over()
                 return
             try:
                 self._run.close_round()
             except Stopped:
-                if rounds.draining and not rounds.stopping:  # there was nobody whose round could be finished
+                if shutdown.draining and not shutdown.stopping:  # there was nobody whose round could be finished
                     self._run.keep_newest()
                 raise
         rounds.wait_while(stragglers, LINGER_S)  # one that is heard of becomes one of those that take part
@@ -153,28 +154,28 @@ class HubServer:
 
         A snapshot of it stays, from which another run can start.
         """
-        rounds, limit = self._run.rounds, self._run.recipe.spes.rpc_deadline_s
+        rounds, limit = self._run.state.rounds, self._run.state.recipe.spes.rpc_deadline_s
         self._run.keep_newest()
         if lacking := rounds.wait_served(limit):
             text = (
                 f"nodes {lacking} did not fetch round {rounds.round} within {limit:g} s; the next hub has it for them"
             )
             self._console.say("lacking", text, nodes=lacking)
-        rounds.stop()
+        rounds.shutdown.stop()
 
     def _watch(self) -> None:
         """Look for a request to drain, and tell who asks for the hub's health."""
-        rounds = self._run.rounds
-        while not (rounds.draining or self._ended.wait(WATCH_S)):
-            if self._run.drain_requested():
-                rounds.drain()
-        if rounds.draining:
+        rounds = self._run.state.rounds
+        while not (rounds.shutdown.draining or self._ended.wait(WATCH_S)):
+            if self._run.state.store.drain_requested():
+                rounds.shutdown.drain()
+        if rounds.shutdown.draining:
             self._health.set(False, SERVICE)
             text = f"draining: the hub ends when round {rounds.round + 1} is closed and nodes have fetched it"
             self._console.say("draining", text, round=rounds.round)
             notify("STOPPING=1", f"STATUS={text}")
         while not self._ended.wait(WATCH_S):
-            self._run.answer_drain()
+            self._run.state.store.answer_drain()
 
     def _tend(self) -> None:
         """End calls that take too long, and shut down connections that are too many."""
@@ -185,15 +186,15 @@ class HubServer:
                 shut = self._connections.tend(port)
 
     def _farewell(self, error: SpesError) -> SpesError:
-        self._run.rounds.fail(error)
+        self._run.state.rounds.fail(error)
         time.sleep(FAREWELL_S)
         return error
 
     def _end(self) -> None:
         self._ended.set()
         notify("STOPPING=1")
-        self._run.rounds.stop()
-        self._run.rounds.wake()
+        self._run.state.rounds.shutdown.stop()
+        self._run.state.rounds.wake()
         self._health.set(False, "", SERVICE)
         self._server.stop(grace=1.0).wait()
         self._run.close()

@@ -12,10 +12,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from spes_mega.errors import HubRefusedError, SpesError, StoreError
+from spes_mega.hub.rounds.members import Presence
+from spes_mega.hub.rounds.shutdown import Stopped
 from spes_mega.hub.rpc.auth import Guard
 from spes_mega.hub.run import Run
-from spes_mega.hub.state.members import Presence
-from spes_mega.hub.state.rounds import Stopped
 from spes_mega.quoting import quoted
 from spes_mega.wire.errors import BrokenTransferError, BusyError, PayloadError, answer_with, passing
 from spes_mega.wire.frames import PREFIX_BYTES
@@ -60,17 +60,17 @@ class HubService(HubServicer):
     def __init__(self, run: Run, guard: Guard) -> None:
         self._run = run
         self._guard = guard
-        self._digest = run.recipe.digest()
+        self._digest = run.state.recipe.digest()
 
     @_answering
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         node = self._identify(request.caller, context)
-        rounds = self._run.rounds
-        rounds.join(node, request.caller.session)
-        newest = self._run.newest
+        rounds = self._run.state.rounds
+        rounds.attendance.join(node, request.caller.session)
+        newest = self._run.state.newest
         return pb.JoinReply(
             round=newest.round,
-            num_rounds=self._run.recipe.num_rounds,
+            num_rounds=self._run.state.recipe.num_rounds,
             pushed=rounds.has_pushed(node, newest.round),
             absent=newest.absent,
         )
@@ -78,7 +78,7 @@ class HubService(HubServicer):
     @_answering
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
         with self._listing(request, context):
-            return self._run.offered(self._check(request.caller, context), request)
+            return self._run.receiver.offered(self._check(request.caller, context), request)
 
     @_answering
     def Push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
@@ -86,7 +86,7 @@ class HubService(HubServicer):
         with self._listing(opening, context):
             node = self._check(opening.caller, context)
             frames = _frames(messages, opening, context)
-            return pb.PushReply(repeated=self._run.receive(node, opening, frames, context.cancel))
+            return pb.PushReply(repeated=self._run.receiver.receive(node, opening, frames, context.cancel))
 
     @contextmanager
     def _listing(self, push: pb.OfferRequest | pb.PushOpening, context: grpc.ServicerContext) -> Iterator[None]:
@@ -97,45 +97,45 @@ class HubService(HubServicer):
         except (BusyError, BrokenTransferError):
             raise
         except HubRefusedError as e:
-            self._run.ledger.reject(push.caller.node, push.round, str(e))
+            self._run.state.ledger.reject(push.caller.node, push.round, str(e))
             raise
         except grpc.RpcError:
-            self._run.ledger.reject(push.caller.node, push.round, "the upload broke off")
+            self._run.state.ledger.reject(push.caller.node, push.round, "the upload broke off")
             raise
 
     def Pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         with _errors_answered(context):
-            yield from self._run.send(self._check(request.caller, context), request)
+            yield from self._run.sender.send(self._check(request.caller, context), request)
 
     @_answering
     def WaitRound(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> pb.WaitReply:
         node = self._check(request.caller, context)
-        self._run.rounds.wait_round(request.round, _wait_s(request))
-        newest = self._run.newest
-        lacks_push = self._run.rounds.lacks_push(node, request.round - 1)
+        self._run.state.rounds.wait_round(request.round, _wait_s(request))
+        newest = self._run.state.newest
+        lacks_push = self._run.state.rounds.lacks_push(node, request.round - 1)
         return pb.WaitReply(round=newest.round, absent=newest.absent, lacks_push=lacks_push)
 
     @_answering
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        self._run.rounds.leave(self._identify(request.caller, context), request.caller.session)
+        self._run.state.rounds.attendance.leave(self._identify(request.caller, context), request.caller.session)
         return pb.LeaveReply()
 
     @_answering
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        run, rounds = self._run, self._run.rounds
-        kept = run.ledger.as_json()
-        presence, newest = rounds.presence(), run.newest
-        owned = run.ownership
+        state, rounds = self._run.state, self._run.state.rounds
+        kept = state.ledger.as_json()
+        presence, newest = rounds.attendance.presence(), state.newest
+        owned = state.ownership
         return pb.StatusReply(
-            name=run.recipe.name,
+            name=state.recipe.name,
             digest=self._digest,
-            round=run.newest.round,
-            num_rounds=run.recipe.num_rounds,
-            step=run.newest.step,
-            steps=run.recipe.train.steps,
+            round=state.newest.round,
+            num_rounds=state.recipe.num_rounds,
+            step=state.newest.step,
+            steps=state.recipe.train.steps,
             merges=kept["merges"],
-            waiting_for=[] if run.finished else rounds.waiting_for(),
-            round_seconds=rounds.open_seconds(),
+            waiting_for=[] if state.finished else rounds.waiting_for(),
+            round_seconds=rounds.clock.seconds_open(),
             nodes=[
                 pb.NodeStatus(
                     node=node,
@@ -147,13 +147,13 @@ class HubService(HubServicer):
                 for node, traffic in enumerate(kept["nodes"])
             ],
             rounds=[pb.RoundStatus(**record) for record in kept["rounds"]],
-            trouble=run.trouble,
+            trouble=state.disk.trouble,
             rejected=[pb.RejectionStatus(**rejection) for rejection in kept["rejected"]],
         )
 
     def _identify(self, caller: pb.Caller, context: grpc.ServicerContext) -> int:
         """The node that calls. Raises HubRefusedError unless it is that node, and speaks of the same run."""
-        num_nodes = self._run.recipe.spes.num_nodes
+        num_nodes = self._run.state.recipe.spes.num_nodes
         if caller.protocol != PROTOCOL:
             raise HubRefusedError(
                 f"node {caller.node} speaks protocol {caller.protocol}, the hub {PROTOCOL}: install the same version "
@@ -174,7 +174,7 @@ class HubService(HubServicer):
 
     def _check(self, caller: pb.Caller, context: grpc.ServicerContext) -> int:
         node = self._identify(caller, context)
-        self._run.rounds.heard(node, caller.session)
+        self._run.state.rounds.attendance.heard(node, caller.session)
         return node
 
 

@@ -36,7 +36,7 @@ def noticing_shortage(target: Path) -> Iterator[None]:
         raise
 
 
-class Room:
+class DiskFull:
     """Waits for room, or says that the run has to stop. Safe to use from several threads."""
 
     def __init__(self, policy: Literal["wait", "stop"], console: Console) -> None:

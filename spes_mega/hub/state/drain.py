@@ -3,15 +3,13 @@
 The request is a file, so that it reaches a hub in another container, or on another machine that shares the directory.
 """
 
-import fcntl
-import os
 import time
 from pathlib import Path
 
 from spes_mega.errors import DeadlineError, StoreError, system_errors
+from spes_mega.hub.state.run_lock import LOCK, in_use
 
 REQUEST = "drain"
-LOCK = "lock"
 POLL_S = 0.5
 SILENT_S = 30.0
 """A hub that drains touches the request every half a second; after so long without, it has been stopped or hangs."""
@@ -53,15 +51,3 @@ def _sign_of_life(state: Path) -> int | None:
         return (state / REQUEST).stat().st_mtime_ns
     except OSError:
         return None
-
-
-def in_use(state: Path) -> bool:
-    """Whether a hub holds the lock of a state directory."""
-    fd = os.open(state / LOCK, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -1,11 +1,10 @@
 """The state that a run starts from: a checkpoint, or random weights."""
 
 from pathlib import Path
-from typing import Any
 
 from spes_mega.errors import CheckpointError
 from spes_mega.hub.state.ledger import Ledger
-from spes_mega.hub.state.store import Store
+from spes_mega.hub.state.store import Store, Template
 from spes_mega.layout.families.config_json import differences
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
@@ -23,27 +22,28 @@ def commit_initial(store: Store, recipe: Recipe, init: Path | None) -> None:
             values that are not finite.
     """
     if init is None:
-        store.commit(0, lambda writer: _draw(writer, recipe), base_config=None, copy_from=None)
+        with store.committing(0, Template()) as draft:
+            _draw(draft.writer, recipe)
+            draft.complete(Ledger.empty(recipe.spes.num_nodes))
         return
     with open_checkpoint(init) as checkpoint:
         if lines := differences(recipe.model, checkpoint.model):
             raise CheckpointError(f"{init} is not the model of this recipe: " + "; ".join(lines))
-        config: dict[str, Any] = checkpoint.config
-        folder = init if init.is_dir() else None
-        store.commit(0, lambda writer: _copy(writer, checkpoint, recipe), base_config=config, copy_from=folder)
+        template = Template(checkpoint.config, init if init.is_dir() else None)
+        with store.committing(0, template) as draft:
+            _copy(draft.writer, checkpoint)
+            draft.complete(Ledger.empty(recipe.spes.num_nodes))
 
 
-def _draw(writer: CheckpointWriter, recipe: Recipe) -> Ledger:
+def _draw(writer: CheckpointWriter, recipe: Recipe) -> None:
     for name, shape in expected_tensors(recipe.model).items():
         writer.write(name, initial_tensor(recipe.model, name, shape, recipe.train.seed))
-    return Ledger.empty(recipe.spes.num_nodes)
 
 
-def _copy(writer: CheckpointWriter, checkpoint: Checkpoint, recipe: Recipe) -> Ledger:
+def _copy(writer: CheckpointWriter, checkpoint: Checkpoint) -> None:
     for name in checkpoint.names:
         for start, stop in row_slices(checkpoint.shape(name)):
             rows = checkpoint.read_rows(name, start, stop).float()
             if not rows.isfinite().all():
                 raise CheckpointError(f"{checkpoint.source}: {name} has NaN or infinite values")
             writer.write_rows(name, start, rows)
-    return Ledger.empty(recipe.spes.num_nodes)

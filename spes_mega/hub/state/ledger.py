@@ -7,8 +7,7 @@ uploads that were refused or broke off, and rejections.
 
 import threading
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from spes_mega.quoting import printable
@@ -118,33 +117,10 @@ class Ledger:
         with self._lock:
             self.rejected.append(Rejection(node, round_, printable(reason, MAX_REASON)))
 
-    def close_round(
-        self,
-        round_: int,
-        step: int,
-        nodes: Iterable[int],
-        seconds: float,
-        tokens: int,
-        merge_alpha: float | None,
-        absent: tuple[int, ...] = (),
-        similarity: float | None = None,
-    ) -> RoundRecord:
+    def close_round(self, record: RoundRecord) -> None:
         """Append the record of a round, with the bytes moved since the last one."""
         with self._lock:
-            record = RoundRecord(
-                round_,
-                step,
-                tuple(nodes),
-                seconds,
-                self._round_up,
-                self._round_down,
-                tokens,
-                merge_alpha,
-                absent,
-                similarity,
-            )
-            self._append(record)
-            return record
+            self._append(replace(record, bytes_up=self._round_up, bytes_down=self._round_down))
 
     def dropped(self, node: int, round_: int, reason: str) -> None:
         """The push of a node that was taken into the open round is not to be used."""

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spes_mega.errors import StoreError
-from spes_mega.hub.state.drain import LOCK, REQUEST
+from spes_mega.hub.state.drain import REQUEST
+from spes_mega.hub.state.run_lock import LOCK
 from spes_mega.wire.errors import passing
 
 PARTS = ("rounds", "pushes", "snapshots")

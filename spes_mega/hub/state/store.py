@@ -19,29 +19,29 @@ What has its final name is complete and on the disk; everything else is removed 
 found what it needs whole. members.json and closing.json hold their own checksum.
 """
 
-import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spes_mega.errors import CheckpointError, StoreError
-from spes_mega.hub.state import members as members_format
+from spes_mega.hub.rounds import members as members_format
+from spes_mega.hub.rounds.members import Member, Members
 from spes_mega.hub.state.checksummed import read_json, read_sealed, sync_directory, write_sealed, write_text
+from spes_mega.hub.state.cleanup import numbers, remove_leftovers, remove_old, spare_files
+from spes_mega.hub.state.closing_note import read_closing
 from spes_mega.hub.state.disk_full import noticing_shortage
-from spes_mega.hub.state.drain import LOCK, REQUEST
+from spes_mega.hub.state.drain import REQUEST
 from spes_mega.hub.state.ledger import Ledger, RoundRecord
-from spes_mega.hub.state.members import Member, Members
 from spes_mega.hub.state.round_state import BESIDE, Published
+from spes_mega.hub.state.run_lock import take_lock
 from spes_mega.hub.state.state_folder import PARTS, check_layout, check_own, naming
 from spes_mega.layout.storage.checksums import CHECKSUMS, check_files, require
 from spes_mega.layout.writer import CheckpointWriter
@@ -50,23 +50,33 @@ from spes_mega.recipe.agreement import differences, may_go_on, told
 from spes_mega.wire.policy import WirePolicy
 
 FORMAT = 1
-LOCK_TRIES = 5
-KEPT_ROUNDS = 2
-"""The newest state, and the one before it, from which a slow pull may still be reading."""
-_SPARE = ".{}.partial-spare"
-_CLOSING = "closing.json"
-_ROUND = re.compile(r"\d{6,}")
 _RESTORE = "restore the state directory from a copy"
 
 
 @dataclass(frozen=True)
-class Closing:
-    """What is decided when a round is closed."""
+class Template:
+    """What the state of a round takes over from another model directory."""
 
-    nodes: tuple[int, ...]
-    """Whose pushes go into the next state."""
-    absent: tuple[int, ...]
-    """Nodes whose experts others train from the next state on."""
+    config: dict[str, Any] | None = None
+    """Its config.json, whose further fields are kept."""
+    folder: Path | None = None
+    """The directory whose tokenizer and other small files are copied."""
+
+
+class Draft:
+    """The state of a round while it is written."""
+
+    def __init__(self, round_: int, writer: CheckpointWriter, pending: dict[int, Path]) -> None:
+        """Let `complete` note in `pending` where the state can be opened before it has its final name."""
+        self.writer = writer
+        self._round = round_
+        self._pending = pending
+
+    def complete(self, ledger: Ledger) -> None:
+        """Keep the ledger with the tensors, all of which are written: from now on the state can be opened."""
+        content = {"format": FORMAT, "round": self._round, "ledger": ledger.as_json()}
+        self.writer.write_text("round.json", json.dumps(content, indent=1))
+        self._pending[self._round] = self.writer.complete()
 
 
 class Store:
@@ -86,7 +96,7 @@ class Store:
             check_layout(root, recipe.spes.num_nodes)
             for part in PARTS:
                 (root / part).mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+            self._lock = take_lock(root)
             try:
                 self._check_run(change)
             except BaseException:
@@ -109,7 +119,7 @@ class Store:
 
     def newest(self) -> int | None:
         """Number of the newest committed state; None in a new directory."""
-        return max(self._numbers("rounds"), default=None)
+        return max(numbers(self.root / "rounds"), default=None)
 
     def round_dir(self, round_: int) -> Path:
         return self.root / "rounds" / f"{round_:06d}"
@@ -152,7 +162,7 @@ class Store:
 
     def _advice(self, round_: int) -> str:
         restore = "Restore the state directory from a copy"
-        earlier = max((number for number in self._numbers("rounds") if number < round_), default=None)
+        earlier = max((number for number in numbers(self.root / "rounds") if number < round_), default=None)
         try:
             if earlier is None:
                 return f"{restore}; no earlier round is kept"
@@ -198,88 +208,44 @@ class Store:
         except OSError as e:
             raise StoreError(f"{path}: the hub cannot note who takes part: {e.strerror or e}") from e
 
-    def commit(
-        self,
-        round_: int,
-        fill: Callable[[CheckpointWriter], Ledger],
-        *,
-        base_config: dict[str, Any] | None,
-        copy_from: Path | None,
-        beside: int = 0,
-        publish: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Write the state of a round: `fill` writes all tensors and returns the ledger to keep with them.
+    @contextmanager
+    def committing(self, round_: int, template: Template, beside: int = 0) -> Iterator[Draft]:
+        """Write the state of a round inside, tensors first, then `Draft.complete`; it is durable at the end.
 
-        `publish` is called when the state can be opened, before it is durable; `beside` is the size of what lies beside
-        the weights.
+        `beside` is the size of what lies beside the weights, in bytes.
         """
-        metadata = {"round": str(round_)}
         with (
             noticing_shortage(self.root),
             CheckpointWriter(
                 self.round_dir(round_),
                 self._recipe.model,
                 torch.float32,
-                base_config=base_config,
-                copy_from=copy_from,
-                metadata=metadata,
+                base_config=template.config,
+                copy_from=template.folder,
+                metadata={"round": str(round_)},
                 checksums=True,
                 beside=beside,
-                spares={path.name: path for path in self.root.glob(f"rounds/{_SPARE.format('*')}/*")},
+                spares=spare_files(self.root),
             ) as writer,
         ):
-            content = {"format": FORMAT, "round": round_, "ledger": fill(writer).as_json()}
-            writer.write_text("round.json", json.dumps(content, indent=1))
-            self._pending[round_] = writer.complete()
-            publish()
+            yield Draft(round_, writer, self._pending)
         del self._pending[round_]
-
-    def note_closing(self, round_: int, closing: Closing) -> None:
-        """From now on the open round is closed with these pushes, and no others. Raises StoreFullError."""
-        path = self.pushes_dir(round_) / _CLOSING
-        with noticing_shortage(path):
-            write_sealed(path, asdict(closing))
-            sync_directory(path.parent.parent)
-
-    def closing(self, round_: int) -> Closing | None:
-        """How an earlier hub began to close a round. Raises StoreError if the file is damaged."""
-        path = self.root / "pushes" / f"{round_:06d}" / _CLOSING
-        try:
-            raw = read_sealed(path, _RESTORE)
-            return Closing(tuple(map(int, raw["nodes"])), tuple(map(int, raw["absent"])))
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as e:
-            raise StoreError(f"{path}: damaged: {e!r}; {_RESTORE}") from e
-
-    def forget_closing(self, round_: int) -> None:
-        """The round stays open after all."""
-        path = self.root / "pushes" / f"{round_:06d}" / _CLOSING
-        path.unlink()
-        sync_directory(path.parent)
 
     def prune(self, newest: int, last: bool = False) -> None:
         """Remove states and pushes that nobody needs any more, but for files that the next state can overwrite.
 
         `last`: no state will follow.
         """
-        for spare in self.root.glob(f"rounds/{_SPARE.format('*')}"):
-            shutil.rmtree(spare)
-        for number in sorted(self._numbers("rounds")):
-            if number <= newest - KEPT_ROUNDS:
-                (self._remove if last else self._retire)(self.round_dir(number))
-        kept = {newest, newest + 1} if self.closing(newest) else {newest}  # nodes may be further than the disk
-        for number in self._numbers("pushes"):
-            if number not in kept:
-                self._remove(self.root / "pushes" / f"{number:06d}")
+        closing = read_closing(self.root / "pushes" / f"{newest:06d}") is not None
+        # Nodes may be further than the disk.
+        remove_old(self.root, newest, {newest, newest + 1} if closing else {newest}, last)
 
-    def _retire(self, directory: Path) -> None:
-        """Keep what is large of a state that is not needed, unless somebody still reads it or a snapshot has it."""
-        spare = directory.with_name(_SPARE.format(directory.name))
-        directory.rename(spare)  # from here on nobody opens it
-        for path in spare.iterdir():
-            if path.suffix != ".safetensors" or path.stat().st_nlink > 1 or _is_open(path):
-                path.unlink()
+    def sweep(self) -> None:
+        """Remove what a crash left half-written, once it is known that the rest is whole."""
+        remove_leftovers(self.root)
+        newest = self.newest()
+        if newest is not None:
+            self.prune(newest)
 
     def snapshot(self, record: RoundRecord, always: bool = False) -> Path | None:
         """Keep a committed state for good if the recipe asks for it; returns its directory if it is new.
@@ -305,16 +271,6 @@ class Store:
             raise
         sync_directory(target.parent)
         return target
-
-    def _take_lock(self) -> int:
-        fd = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        for _ in range(LOCK_TRIES):  # `--drain` looks whether it is held, for a moment
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return fd
-            time.sleep(0.1)
-        os.close(fd)
-        raise StoreError(f"{self.root}: another hub is using this state directory")
 
     def _check_run(self, change: Collection[str]) -> None:
         path = self.root / "run.json"
@@ -347,51 +303,6 @@ class Store:
             f"{self.root}: holds the rounds of another recipe ({found.get('name')}: {what}): choose another --state, "
             "or start with the recipe that it belongs to"
         )
-
-    def sweep(self) -> None:
-        """Remove what a crash left half-written, once it is known that the rest is whole."""
-        for pattern in (
-            ".*.partial",
-            "pushes/.*.partial-*",
-            "rounds/.*.partial-*",
-            "snapshots/.*.partial-*",
-            "pushes/*/*.part",
-            "pushes/*/*.spare",
-            REQUEST,
-        ):
-            for path in self.root.glob(pattern):
-                self._remove(path)
-        newest = self.newest()
-        if newest is not None:
-            self.prune(newest)
-
-    def _numbers(self, part: str) -> list[int]:
-        return [int(path.name) for path in (self.root / part).iterdir() if _ROUND.fullmatch(path.name)]
-
-    @staticmethod
-    def _remove(path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
-            # Renamed first: a directory with its final name must never be half there.
-            doomed = path if path.name.startswith(".") else path.with_name(f".{path.name}.partial-old")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        else:
-            path.unlink()
-
-
-def _is_open(path: Path) -> bool:
-    """Whether any process has a file open or mapped; True where that cannot be told."""
-    if not hasattr(fcntl, "F_SETLEASE"):
-        return True
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # is refused if there is another one who has it
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _link(source: Path, target: Path) -> None:

@@ -14,7 +14,6 @@ import click
 from spes_mega.errors import SpesError, VerificationError, system_errors
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.tokenizer_files import copy_files
-from spes_mega.outer.ownership import ownership_of
 from spes_mega.progress import sigterm_interrupts
 from spes_mega.recipe import Recipe, load_recipe
 from spes_mega.tools.demo.corpus import train_tokenizer, write_corpus
@@ -138,7 +137,7 @@ def summarize(demo: Demo, snapshot: Path, losses: dict[str, float], seconds: flo
     nodes = [read_metrics(out / f"node-{k}/metrics.jsonl") for k in range(moe.spes.num_nodes)]
     rounds = closed_rounds(out / "hub")
     counts = count_parameters(moe.model)
-    ownership = ownership_of(moe.model.num_experts, moe.spes.num_nodes, moe.spes.ownership, moe.spes.capacity)
+    ownership = moe.ownership()
     synced = [row for rows in nodes for row in rows if row["bytes_up"]]
     return {
         **losses,

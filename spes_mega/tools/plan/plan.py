@@ -160,7 +160,7 @@ def make_plan(recipe: Recipe, machines: Machines) -> Plan:
     _check_as_a_node(recipe, machines.gpus)
     model, spes = recipe.model, recipe.spes
     everything = ownership_of(model.num_experts, spes.num_nodes, "all")
-    own = _ownership(recipe)
+    own = recipe.ownership()
     schemes = (
         _rounds("this recipe", recipe, own, machines),
         _rounds("DiLoCo", recipe, everything, machines),
@@ -179,11 +179,6 @@ def _check_as_a_node(recipe: Recipe, ranks: int) -> None:
     llama3_factor(recipe.model)
 
 
-def _ownership(recipe: Recipe) -> Ownership:
-    spes = recipe.spes
-    return ownership_of(recipe.model.num_experts, spes.num_nodes, spes.ownership, spes.capacity)
-
-
 def _tokens(recipe: Recipe, machines: Machines) -> int:
     """That a node trains on in a round."""
     return tokens_per_step(recipe, machines.gpus) * recipe.spes.sync_every
@@ -191,7 +186,7 @@ def _tokens(recipe: Recipe, machines: Machines) -> int:
 
 def node_groups(recipe: Recipe, machines: Machines) -> tuple[NodeGroup, ...]:
     """The nodes of the recipe as it stands."""
-    return _groups(recipe, _ownership(recipe), machines)
+    return _groups(recipe, recipe.ownership(), machines)
 
 
 def _groups(recipe: Recipe, ownership: Ownership, machines: Machines) -> tuple[NodeGroup, ...]:

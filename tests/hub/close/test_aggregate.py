@@ -3,8 +3,10 @@ from contextlib import closing
 import pytest
 import torch
 
-from spes_mega.hub.close import aggregate
-from spes_mega.hub.close.aggregate import Merge, Mixture, merge_of, write_next_state
+from spes_mega.hub.close import merge_layer
+from spes_mega.hub.close.merge_layer import Merge, merge_of
+from spes_mega.hub.close.next_state import write_next_state
+from spes_mega.hub.close.round_average import RoundAverage
 from spes_mega.hub.state.round_state import Published, publishing
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors, expert_name
@@ -29,12 +31,12 @@ def aggregated(tmp_path, recipe, pushes, merge=None):
             write_payload(file, in_fp32(shapes_of(recipe, node)), tensors.items(), {})
         stored[node] = StoredPayload.open(path, f"push {node}")
     with closing(Published(tmp_path / "old", 0, policy)) as previous:
-        mixture = Mixture(previous, stored, ownership(recipe), policy)
+        average = RoundAverage(previous, stored, ownership(recipe), policy)
         with (
             CheckpointWriter(tmp_path / "new", recipe.model, torch.float32, fsync=False) as writer,
-            publishing(writer, policy, mixture.names) as out,
+            publishing(writer, policy, average.names) as out,
         ):
-            similarity = write_next_state(out, mixture, recipe.model, merge, lambda: None)
+            similarity = write_next_state(out, average, recipe.model, merge, lambda: None)
     return read_state(tmp_path / "old"), read_state(tmp_path / "new"), similarity
 
 
@@ -57,7 +59,9 @@ def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, n
 @pytest.mark.parametrize("experts", [2, 3, 4, 7])
 @pytest.mark.parametrize("budget", [forms.SLICE_BYTES, 600])
 def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
-    monkeypatch.setattr(aggregate, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw | {"budget": budget}))
+    monkeypatch.setattr(
+        merge_layer, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw | {"budget": budget})
+    )
     recipe = make_recipe(
         {
             "num_experts": experts,

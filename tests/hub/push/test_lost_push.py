@@ -51,7 +51,7 @@ def two_rounds(recipe, start_hub, state, damage=None):
                     damage(state)
                 hub = start_hub(recipe, state)
                 line.target = hub.address
-                until(lambda hub=hub: hub.run.rounds.waiting_for() == [1], 30)
+                until(lambda hub=hub: hub.run.state.rounds.waiting_for() == [1], 30)
             push(one, round_, fabricate(recipe, 1, round_))
             assert waiting.result(timeout=30) == round_ + 1
             for client in (zero, one):

@@ -17,11 +17,11 @@ from spes_mega.client.channel import Channel
 from spes_mega.client.client import HubClient, PayloadError, StaleRoundError
 from spes_mega.errors import AccessError, CheckpointError, DeadlineError, HubRefusedError, StoreError
 from spes_mega.hub.console import Console
+from spes_mega.hub.rounds.rounds import Rounds
 from spes_mega.hub.rpc import server as server_module
 from spes_mega.hub.rpc.auth import Guard
 from spes_mega.hub.rpc.server import HubServer
 from spes_mega.hub.state.ledger import RoundRecord
-from spes_mega.hub.state.rounds import Rounds
 from spes_mega.layout.names import expert_of
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.wire.frames import CHUNK_BYTES, Arrival, frame_of
@@ -104,7 +104,7 @@ def test_what_travels_is_what_is_needed(start_hub, connect):
     clients = [connect(hub, node) for node in (0, 1)]
     for node, client in enumerate(clients):
         client.join()
-        assert len(pull(client)[1]) == len(hub.run.shapes)
+        assert len(pull(client)[1]) == len(hub.run.state.shapes)
         push(client, 0, fabricate(recipe, node, 0))
     numbers = sum(torch.Size(shape).numel() for shape in shapes_of(recipe, 0).values())
     assert 4 * numbers < clients[0].bytes_up < 4 * numbers + 20_000
@@ -116,7 +116,7 @@ def test_what_travels_is_what_is_needed(start_hub, connect):
     assert clients[0].bytes_down - before < before
     with clients[1].pull() as full:  # it does not say what it has
         assert full.full
-        assert len(full.shapes) == len(hub.run.shapes)
+        assert len(full.shapes) == len(hub.run.state.shapes)
     traffic = clients[0].status()["nodes"][0]
     assert (traffic["bytes_up"], traffic["bytes_down"]) == (clients[0].bytes_up, clients[0].bytes_down)
 
@@ -491,7 +491,7 @@ def test_a_line_that_falls_silent_longer_than_an_attempt_ends_no_call(start_hub)
         push(client, 0, fabricate(recipe, 0, 0))
         assert through_silence(client.wait_round, 1) == 1
         through_silence(client.leave)
-    assert hub.run.rounds.presence()[0].value == "left"
+    assert hub.run.state.rounds.attendance.presence()[0].value == "left"
 
 
 @pytest.mark.usefixtures("short_attempts")
@@ -657,7 +657,7 @@ def test_a_hub_that_is_started_again_on_the_last_rounds_pushes_waits_for_those_w
             push(client, 0, fabricate(recipe, node, 0))
         hub.stop()
     again = start_hub(recipe)
-    until(lambda: again.run.finished)
+    until(lambda: again.run.state.finished)
     time.sleep(3 * server_module.LINGER_S)  # the nodes' next attempt may be seconds away
     for client in [moved(client, again) for client in clients]:
         assert client.wait_round(1) == 1

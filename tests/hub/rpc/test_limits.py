@@ -126,7 +126,7 @@ def test_a_session_is_a_short_word(start_hub, connect, session):
     client._caller.session = session
     with pytest.raises(HubRefusedError, match="node 0 names no session"):
         client.join()
-    assert hub.run.rounds.presence()[0].value == "never joined"
+    assert hub.run.state.rounds.attendance.presence()[0].value == "never joined"
 
 
 def test_a_node_may_not_claim_more_tokens_than_anybody_trains_on(start_hub, connect):

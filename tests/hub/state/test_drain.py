@@ -64,7 +64,7 @@ def test_a_hub_that_drains_closes_its_round_hands_it_over_and_ends(start_hub, co
         client = moved(client, again)
         push(client, 1, fabricate(recipe, node, 1))
         client.close()
-    until(lambda: again.run.rounds.round == 2)
+    until(lambda: again.run.state.rounds.round == 2)
 
 
 def test_a_drained_hub_does_not_wait_for_ever_for_who_fetches_nothing(start_hub, connect):
@@ -75,15 +75,15 @@ def test_a_drained_hub_does_not_wait_for_ever_for_who_fetches_nothing(start_hub,
         client.join()
         push(client, 0, fabricate(recipe, node, 0))
         client.close()
-    hub.run.rounds.drain()
+    hub.run.state.rounds.shutdown.drain()
     hub.join()
     assert hub.error is None
-    assert hub.run.rounds.round >= 1
+    assert hub.run.state.rounds.round >= 1
 
 
 def test_a_hub_without_nodes_drains_at_once(start_hub):
     hub = start_hub(make_recipe())
-    hub.run.rounds.drain()
+    hub.run.state.rounds.shutdown.drain()
     assert hub.join().finished is False
     assert list((hub.state / "snapshots").iterdir()) == []  # the initial state, which somebody has
 
@@ -100,7 +100,7 @@ def test_a_hub_whose_nodes_have_left_keeps_its_last_state_when_it_drains(start_h
         client.leave()
     until(lambda: (hub.state / "rounds/000001").exists())
     assert list((hub.state / "snapshots").iterdir()) == []
-    hub.run.rounds.drain()
+    hub.run.state.rounds.shutdown.drain()
     assert hub.join().finished is False
     assert_same(read_state(hub.state / "snapshots/round-000001"), read_state(hub.state / "rounds/000001"))
 
@@ -119,7 +119,7 @@ def test_a_request_that_a_killed_hub_left_does_not_end_the_next_one(start_hub, c
     hub = start_hub(make_recipe())
     assert not (tmp_path / "state/drain").exists()
     connect(hub, 0).join()
-    assert not hub.run.rounds.draining
+    assert not hub.run.state.rounds.shutdown.draining
 
 
 def test_an_upgrade_as_an_operator_does_it(tmp_path):

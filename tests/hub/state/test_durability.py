@@ -115,7 +115,7 @@ def test_a_state_is_not_made_again_without_a_push_that_it_had(start_hub, connect
     for path in note.parent.iterdir():
         path.unlink()
     note.parent.rmdir()  # as the message says
-    assert start_hub(recipe).run.newest.round == 0
+    assert start_hub(recipe).run.state.newest.round == 0
 
 
 def test_the_next_round_is_not_closed_before_the_state_is_durable(start_hub, connect, disk, tmp_path):
@@ -163,11 +163,11 @@ def pushed_by_all(start_hub, connect, recipe):
 
 def test_a_hub_that_is_stopped_finishes_what_nodes_were_given(start_hub, connect, disk, tmp_path):
     hub, _ = pushed_by_all(start_hub, connect, recipe := make_recipe(wire="int8"))
-    hub.run.rounds.stop()
+    hub.run.state.rounds.shutdown.stop()
     disk.recover()
     assert hub.join().error is None
     assert (tmp_path / "state/rounds/000001").exists()
-    assert start_hub(recipe).run.newest.round == 1
+    assert start_hub(recipe).run.state.newest.round == 1
 
 
 def test_the_last_state_is_made_again_when_all_nodes_have_left(start_hub, connect, disk, tmp_path):

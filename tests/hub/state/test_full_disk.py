@@ -146,7 +146,7 @@ def test_a_first_state_waits_for_room(disk, start_hub, capsys, tmp_path):
         assert list((disk.path / "state/rounds").iterdir()) == []
         disk.clear()
         hub = starting.result(timeout=20)
-    assert hub.run.newest.round == 0
+    assert hub.run.state.newest.round == 0
     drawn = start_hub(recipe, tmp_path / "elsewhere")
     assert_same(read_state(disk.path / "state/rounds/000000"), read_state(drawn.state / "rounds/000000"))
 

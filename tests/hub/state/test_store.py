@@ -5,12 +5,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from spes_mega.errors import StoreError
+from spes_mega.errors import CheckpointError, StoreError
+from spes_mega.hub.rounds.members import Member, Presence
 from spes_mega.hub.state import store as store_module
 from spes_mega.hub.state.initial import commit_initial
-from spes_mega.hub.state.ledger import Ledger
-from spes_mega.hub.state.members import Member, Presence
-from spes_mega.hub.state.store import Store
+from spes_mega.hub.state.ledger import Ledger, RoundRecord
+from spes_mega.hub.state.run_lock import take_lock
+from spes_mega.hub.state.store import Store, Template
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.storage.checksums import check_files
@@ -40,13 +41,12 @@ def commit_next(store, recipe):
     newest = store.newest()
     ledger = store.read_ledger(newest)
 
-    def fill(writer):
+    with store.committing(newest + 1, Template()) as draft:
         for name, tensor in drawn(recipe).items():
-            writer.write(name, tensor + (newest + 1))
-        ledger.close_round(newest + 1, recipe.step_at(newest + 1), [0, 1], 1.5, 100, None)
-        return ledger
-
-    store.commit(newest + 1, fill, base_config=None, copy_from=None)
+            draft.writer.write(name, tensor + (newest + 1))
+        step = recipe.step_at(newest + 1)
+        ledger.close_round(RoundRecord(newest + 1, step, nodes=(0, 1), seconds=1.5, tokens=100))
+        draft.complete(ledger)
     return ledger.rounds[-1]
 
 
@@ -57,13 +57,9 @@ def test_the_initial_state_is_drawn_from_the_seed(store, recipe):
 
 
 def test_a_failed_commit_leaves_the_last_round_and_nothing_else(store, recipe, tmp_path):
-    def fill(writer):
-        name = next(iter(expected_tensors(recipe.model)))
-        writer.write(name, drawn(recipe)[name])
-        raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError):
-        store.commit(1, fill, base_config=None, copy_from=None)
+    name = next(iter(expected_tensors(recipe.model)))
+    with pytest.raises(CheckpointError, match="not filled"), store.committing(1, Template()) as draft:
+        draft.writer.write(name, drawn(recipe)[name])
     assert [path.name for path in (tmp_path / "state" / "rounds").iterdir()] == ["000000"]
 
 
@@ -91,7 +87,7 @@ def test_what_a_crash_left_is_swept_and_what_was_committed_stays(store, recipe, 
         ]
     finally:
         again.close()
-        store._lock = again._take_lock()
+        store._lock = take_lock(again.root)
 
 
 def test_only_the_last_two_rounds_stay_and_snapshots_are_links_that_outlive_them(store, recipe, tmp_path):
@@ -144,7 +140,7 @@ def test_the_next_state_overwrites_files_of_one_that_nobody_needs(store, recipe,
         assert not list(rounds.glob(".*spare"))
     finally:
         again.close()
-        store._lock = again._take_lock()
+        store._lock = take_lock(again.root)
 
 
 def test_snapshots_are_copied_where_links_are_not_possible(store, recipe, monkeypatch):
@@ -169,7 +165,7 @@ def test_another_recipe_and_another_hub_are_refused(store, tmp_path):
     run.write_text(json.dumps({key: known[key] for key in ("format", "name", "digest")}))  # by an earlier version
     with pytest.raises(StoreError, match=rf"another recipe \(fabricated: digest {known['digest'][:12]}; this one is"):
         Store(tmp_path / "state", make_recipe(sync_every=5))
-    store._lock = store._take_lock()
+    store._lock = take_lock(store.root)
 
 
 def as_before_the_balance_loss_was_a_mean(run):
@@ -264,7 +260,7 @@ def test_damage_is_named(store, recipe, tmp_path):
     (tmp_path / "state/run.json").unlink()
     with pytest.raises(StoreError, match="missing beside committed rounds"):
         Store(tmp_path / "state", recipe)
-    store._lock = store._take_lock()
+    store._lock = take_lock(store.root)
 
 
 def flip(path, at):
@@ -318,7 +314,8 @@ def test_the_ledger_survives_json_and_is_bounded():
         ledger.pushed(1, round_ - 1)
         ledger.reject(0, round_, "x" * 10_000)
         ledger.reject(0, round_, "y")
-        ledger.close_round(round_, round_ * 5, [1], 2.0, 7, 0.5 if round_ % 10 == 0 else None)
+        alpha = 0.5 if round_ % 10 == 0 else None
+        ledger.close_round(RoundRecord(round_, round_ * 5, (1,), 2.0, tokens=7, merge_alpha=alpha))
     again = Ledger.from_json(json.loads(json.dumps(ledger.as_json())))
     assert again == ledger
     assert again.merges == 9

@@ -5,8 +5,10 @@ import pytest
 
 from spes_mega.client.client import StaleRoundError
 from spes_mega.errors import DeadlineError, HubRefusedError, StoreError
-from spes_mega.hub.state.members import Member, Presence, expected_back
-from spes_mega.hub.state.rounds import POLL_S, STANDSTILL_S, Rounds, Stopped
+from spes_mega.hub.rounds.members import Member, Presence, expected_back
+from spes_mega.hub.rounds.round_clock import STANDSTILL_S
+from spes_mega.hub.rounds.rounds import POLL_S, Rounds
+from spes_mega.hub.rounds.shutdown import Stopped
 from spes_mega.recipe import SpesSection
 
 
@@ -29,24 +31,30 @@ def make(clock, pushed=(), round_=0, members=None, remember=lambda members: None
 
 def join(rounds, *nodes):
     for node in nodes:
-        rounds.join(node, f"s{node}")
+        rounds.attendance.join(node, f"s{node}")
 
 
 def push(rounds, *nodes, round_=0):
     for node in nodes:
-        rounds.commit_push(node, rounds._members[node].session, round_, lambda: None)
+        with rounds.committing(node, rounds.attendance._members[node].session, round_):
+            pass
+
+
+def push_as(rounds, session):
+    with rounds.committing(0, session, 0):
+        pytest.fail("renamed for a process that was replaced")
 
 
 def closes(rounds):
-    """Whether the round closes at once: (round, nodes) or None."""
-    rounds.stop()
-    rounds._looked = rounds._clock()  # as if it had looked all the time
+    """The nodes whose pushes close the round if it closes at once, else None."""
+    rounds.shutdown.stop()
+    rounds.clock._looked = rounds._now()  # as if it had looked all the time
     try:
         return rounds.await_close()
     except Stopped:
         return None
     finally:
-        rounds._stopping = False
+        rounds.shutdown.stopping = False
 
 
 def test_closes_when_all_have_pushed(clock):
@@ -56,7 +64,7 @@ def test_closes_when_all_have_pushed(clock):
     assert closes(rounds) is None
     assert rounds.waiting_for() == [1]
     push(rounds, 1)
-    assert closes(rounds) == (0, (0, 1, 2))
+    assert closes(rounds) == (0, 1, 2)
 
 
 def test_who_never_joins_is_named(clock):
@@ -90,17 +98,17 @@ def test_min_nodes_suffice_at_the_deadline_and_the_missing_is_not_waited_for_unt
     push(rounds, 0, 2)
     assert closes(rounds) is None
     clock.now = 1000
-    assert closes(rounds) == (0, (0, 2))
+    assert closes(rounds) == (0, 2)
     rounds.committed(1)
-    assert rounds.presence()[1] is Presence.MISSED
+    assert rounds.attendance.presence()[1] is Presence.MISSED
     push(rounds, 0, 2, round_=1)
-    assert closes(rounds) == (1, (0, 2))
+    assert closes(rounds) == (0, 2)
     rounds.committed(2)
-    rounds.heard(1, "s1")
+    rounds.attendance.heard(1, "s1")
     push(rounds, 0, 2, round_=2)
     assert closes(rounds) is None
     push(rounds, 1, round_=2)
-    assert closes(rounds) == (2, (0, 1, 2))
+    assert closes(rounds) == (0, 1, 2)
 
 
 def test_without_min_nodes_the_absent_are_not_waited_for_after_the_join_deadline(clock):
@@ -109,41 +117,41 @@ def test_without_min_nodes_the_absent_are_not_waited_for_after_the_join_deadline
     push(rounds, 0, 1)
     assert closes(rounds) is None
     clock.now = 100
-    assert closes(rounds) == (0, (0, 1))
+    assert closes(rounds) == (0, 1)
 
 
 def test_who_left_is_not_waited_for_but_its_push_counts(clock):
     rounds = make(clock, min_nodes=2)
     join(rounds, 0, 1, 2)
     push(rounds, 0)
-    rounds.leave(0, "s0")
-    rounds.leave(1, "s1")
+    rounds.attendance.leave(0, "s0")
+    rounds.attendance.leave(1, "s1")
     assert closes(rounds) is None
     push(rounds, 2)
-    assert closes(rounds) == (0, (0, 2))
+    assert closes(rounds) == (0, 2)
 
 
 def test_who_left_is_no_more_shown_as_waited_for_unless_the_round_cannot_close_without_it(clock):
     rounds = make(clock, min_nodes=2)
     join(rounds, 0, 1, 2)
-    rounds.leave(0, "s0")
+    rounds.attendance.leave(0, "s0")
     assert rounds.waiting_for() == [1, 2]
     push(rounds, 1)
     assert rounds.waiting_for() == [2]
-    rounds.leave(2, "s2")
+    rounds.attendance.leave(2, "s2")
     assert rounds.waiting_for() == [0, 2]
     push(rounds, 2)
     assert rounds.waiting_for() == []
-    assert closes(rounds) == (0, (1, 2))
+    assert closes(rounds) == (1, 2)
 
 
 def test_pushes_found_on_disk_after_a_restart_count_before_anybody_joins(clock):
     rounds = make(clock, pushed={0, 1}, round_=5)
     assert closes(rounds) is None
-    rounds.heard(2, "s2")
+    rounds.attendance.heard(2, "s2")
     push(rounds, 2, round_=5)
-    assert closes(rounds) == (5, (0, 1, 2))
-    assert closes(make(clock, pushed={0, 1, 2}, round_=5)) == (5, (0, 1, 2))
+    assert closes(rounds) == (0, 1, 2)
+    assert closes(make(clock, pushed={0, 1, 2}, round_=5)) == (0, 1, 2)
 
 
 def test_closed_and_future_rounds_take_no_push(clock):
@@ -155,21 +163,24 @@ def test_closed_and_future_rounds_take_no_push(clock):
         rounds.check_open(5)
     push(rounds, 0, 1, 2, round_=4)
     assert closes(rounds)
-    with pytest.raises(StaleRoundError, match="round 4 is closed: wait for round 5"):
-        rounds.commit_push(0, "s0", 4, lambda: pytest.fail("renamed although the round was being closed"))
+    with (
+        pytest.raises(StaleRoundError, match="round 4 is closed: wait for round 5"),
+        rounds.committing(0, "s0", 4),
+    ):
+        pytest.fail("renamed although the round was being closed")
 
 
 def test_a_newer_process_of_a_node_replaces_the_older(clock):
     rounds = make(clock)
-    rounds.join(0, "old")
-    rounds.heard(0, "old")
-    rounds.join(0, "new")
-    rounds.heard(0, "new")
-    for call in (lambda: rounds.heard(0, "old"), lambda: rounds.commit_push(0, "old", 0, pytest.fail)):
+    rounds.attendance.join(0, "old")
+    rounds.attendance.heard(0, "old")
+    rounds.attendance.join(0, "new")
+    rounds.attendance.heard(0, "new")
+    for call in (lambda: rounds.attendance.heard(0, "old"), lambda: push_as(rounds, "old")):
         with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
             call()
-    rounds.leave(0, "old")
-    assert rounds.presence()[0] is Presence.JOINED
+    rounds.attendance.leave(0, "old")
+    assert rounds.attendance.presence()[0] is Presence.JOINED
 
 
 def test_waiting_ends_with_the_commit_the_failure_or_the_stop(clock):
@@ -183,7 +194,7 @@ def test_waiting_ends_with_the_commit_the_failure_or_the_stop(clock):
         rounds.wait_round(2, 10)
     assert rounds.wait_round(1, 10) == 1
     stopped = make(clock)
-    stopped.stop()
+    stopped.shutdown.stop()
     with pytest.raises(Stopped):
         stopped.wait_round(1, 10)
 
@@ -219,7 +230,7 @@ def test_nodes_unknown_before_a_restart_have_the_deadline_for_joining(clock):
     rounds = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED))
     assert closes(rounds) is None
     clock.now = 100
-    rounds._looked = clock()
+    rounds.clock._looked = clock()
     with pytest.raises(DeadlineError, match="node 2 did not join within 100 s"):
         rounds.await_close()
     enough = make(clock, round_=5, members=known(n0=Presence.JOINED, n1=Presence.JOINED), min_nodes=2)
@@ -227,45 +238,45 @@ def test_nodes_unknown_before_a_restart_have_the_deadline_for_joining(clock):
     clock.now = 199
     assert closes(enough) is None
     clock.now = 200
-    assert closes(enough) == (5, (0, 1))
+    assert closes(enough) == (0, 1)
 
 
 def test_who_left_before_a_restart_may_come_back_and_who_missed_a_round_is_not_waited_for(clock):
     members = known(n0=Presence.JOINED, n1=Presence.LEFT, n2=Presence.MISSED)
     rounds = make(clock, members=expected_back(members), min_nodes=1)
-    assert [rounds.presence()[node] for node in range(3)] == [
+    assert [rounds.attendance.presence()[node] for node in range(3)] == [
         Presence.JOINED,
         Presence.NEVER_JOINED,
         Presence.MISSED,
     ]
     push(rounds, 0)
     assert closes(rounds) is None
-    rounds.join(1, "another process")
+    rounds.attendance.join(1, "another process")
     push(rounds, 1)
-    assert closes(rounds) == (0, (0, 1))
+    assert closes(rounds) == (0, 1)
 
 
 def test_an_older_process_is_still_refused_after_a_restart(clock):
     rounds = make(clock, members=known(n0=Presence.JOINED))
     with pytest.raises(HubRefusedError, match="another process has joined as node 0"):
-        rounds.heard(0, "old")
-    rounds.heard(0, "s0")
-    rounds.join(0, "new")
-    rounds.heard(0, "new")
+        rounds.attendance.heard(0, "old")
+    rounds.attendance.heard(0, "s0")
+    rounds.attendance.join(0, "new")
+    rounds.attendance.heard(0, "new")
 
 
 def test_each_change_of_the_members_is_noted_once(clock):
     noted = []
     rounds = make(clock, min_nodes=1, remember=lambda members: noted.append(dict(members)))
     join(rounds, 0, 1, 2)
-    rounds.heard(1, "s1")
+    rounds.attendance.heard(1, "s1")
     push(rounds, 0)
     assert closes(rounds) is None
     clock.now = 1000
-    rounds.leave(2, "s2")
-    assert closes(rounds) == (0, (0,))
+    rounds.attendance.leave(2, "s2")
+    assert closes(rounds) == (0,)
     rounds.committed(1)
-    rounds.heard(1, "s1")
+    rounds.attendance.heard(1, "s1")
     assert [[members[node].presence.value for node in range(3)] for members in noted] == [
         ["joined", "never joined", "never joined"],
         ["joined", "joined", "never joined"],
@@ -283,8 +294,8 @@ def test_a_change_that_cannot_be_noted_is_not_made(clock):
 
     rounds = make(clock, remember=full)
     with pytest.raises(StoreError, match="no space"):
-        rounds.join(0, "s0")
-    assert rounds.presence()[0] is Presence.NEVER_JOINED
+        rounds.attendance.join(0, "s0")
+    assert rounds.attendance.presence()[0] is Presence.NEVER_JOINED
 
 
 def test_a_hub_that_was_stopped_past_the_deadline_listens_before_it_judges(clock):
@@ -303,7 +314,7 @@ def test_a_hub_that_was_stopped_past_the_deadline_listens_before_it_judges(clock
     assert closed == []  # node 2 has what was left of the round, too
     push(rounds, 2)
     closing.join(30)
-    assert closed == [(0, (0, 1, 2))]
+    assert closed == [(0, 1, 2)]
 
 
 def test_a_hub_that_was_stopped_judges_when_the_rest_of_the_time_is_over(clock):
@@ -326,10 +337,10 @@ def test_a_hub_that_was_stopped_judges_when_the_rest_of_the_time_is_over(clock):
     while clock.now < 5995:
         clock.now += STANDSTILL_S - 1
         time.sleep(0.001)
-        rounds._looked = clock()
+        rounds.clock._looked = clock()
     assert failures == []
     clock.now = 6000 + STANDSTILL_S
-    rounds._looked = clock()
+    rounds.clock._looked = clock()
     closing.join(30)
     assert "did not push within 1000 s" in failures[0]
 
@@ -338,11 +349,11 @@ def test_a_round_whose_push_was_lost_stays_open_for_its_node(clock):
     rounds = make(clock, round_deadline_s=1000, min_nodes=1)
     join(rounds, 0, 1, 2)
     push(rounds, 0, 1, 2)
-    assert rounds.await_close() == (0, (0, 1, 2))
+    assert rounds.await_close() == (0, 1, 2)
     rounds.reopen(1)
     assert rounds.lacks_push(1, 0)
     assert not rounds.has_pushed(1, 0)
     clock.now += 999
     assert closes(rounds) is None
     push(rounds, 1)
-    assert closes(rounds) == (0, (0, 1, 2))
+    assert closes(rounds) == (0, 1, 2)
