@@ -1,4 +1,4 @@
-"""Errors that users see. Each kind has its exit code (docs/operations.md), so that scripts can tell them apart.
+"""Errors that users see. Each kind has an exit code (docs/reference/exit-codes.md), for scripts to tell them apart.
 
 A message names the file, key, node or tensor, says what was expected, and what to do.
 """

@@ -9,7 +9,7 @@ from spes_mega import errors
 from spes_mega.cli import COMMANDS, group, main
 from spes_mega.errors import CheckpointError, SpesError
 
-OPERATIONS = Path(__file__).parents[1] / "docs/operations.md"
+EXIT_CODES = Path(__file__).parents[1] / "docs/reference/exit-codes.md"
 
 HEAVY = ("torch", "megatron", "deepspeed", "grpc", "numpy", "pydantic", "transformers", "rich")
 
@@ -56,7 +56,7 @@ def test_unknown_command_is_a_usage_error(capsys):
 
 def test_the_exit_codes_that_operators_read_of_are_those_of_the_errors():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SpesError)]
-    told = {int(code) for code in re.findall(r"^\| (\d+) \|", OPERATIONS.read_text(), re.MULTILINE)}
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", EXIT_CODES.read_text(), re.MULTILINE)}
     assert told - {0, 2} == {kind.exit_code for kind in kinds}
     # 1 is for what has no kind; else only a narrower kind has the code of another one
     own = {kind.exit_code: kind for kind in kinds if kind.__base__ is SpesError and kind.exit_code != 1}

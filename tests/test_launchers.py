@@ -21,7 +21,7 @@ UNITS = sorted((LAUNCHERS / "systemd").glob("*.service"))
 SCRIPTS = sorted([*LAUNCHERS.glob("*.sh"), LAUNCHERS / "slurm.sbatch", Path(__file__).parent / "te/install.sh"])
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SpesError)]
 FINAL = {2} | {kind.exit_code for kind in KINDS} - {1, errors.DeadlineError.exit_code}
-"""Exit codes of what starting again cannot mend (docs/operations.md)."""
+"""Exit codes of what starting again cannot mend (docs/reference/exit-codes.md)."""
 STOPPED = {130, 143}
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 

@@ -1,8 +1,8 @@
-"""Published figures of SPES, computed by the reference's rules and by ours: what docs/published.md shows.
+"""Published figures of SPES, computed by the reference's rules and by ours: what docs/benchmarks/published.md shows.
 
     python benchmarks/published/run.py
 
-Nothing is measured here. GB are 10^9 bytes. The rules, and where each comes from, stand in docs/published.md.
+Nothing is measured here. GB are 10^9 bytes. docs/benchmarks/published.md has the rules, and where each comes from.
 """
 
 from collections.abc import Iterator

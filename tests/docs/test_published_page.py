@@ -1,4 +1,4 @@
-"""docs/published.md has the figures that benchmarks/published computes, and these are near the published ones."""
+"""docs/benchmarks/published.md has the figures of benchmarks/published, and these are near the published ones."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published.run import figures, table
 
-PAGE = (Path(__file__).parents[2] / "docs/published.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/benchmarks/published.md").read_text()
 
 
 def test_the_page_has_the_table():

@@ -1,4 +1,4 @@
-"""docs/recipes-9b.md: its commands are ones that this version has, and its figures are those of `spes-mega plan`."""
+"""docs/guides/9b.md: its commands are ones that this version has, and its figures are those of `spes-mega plan`."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from spes_mega.cli import group
 from spes_mega.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/recipes-9b.md").read_text()
+TEXT = (ROOT / "docs/guides/9b.md").read_text()
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S)).replace("\\\n", " ")
 COMMANDS = [shlex.split(line, comments=True) for line in BLOCKS.splitlines() if line]
 OURS = [arguments for program, *arguments in COMMANDS if program == "spes-mega"]

@@ -1,4 +1,4 @@
-"""Every upcycling command of docs/upcycling.md and of `--help` runs, on tiny models of the same names."""
+"""Every upcycling command of docs/guides/upcycle.md and of `--help` runs, on tiny models of the same names."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from megatron.core.datasets import indexed_dataset
 from spes_mega.layout import open_checkpoint
 from upcycle.command import command
 
-PAGE = Path(__file__).parents[2] / "docs/upcycling.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/upcycle.md"
 COMMANDS = [
     line
     for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -173,9 +173,9 @@ NODE_MEMORY = ("train.seq_len=256", "train.micro_batch_size=1", "train.batch_siz
     ],
 )
 def test_measured_peaks_at_full_size_are_planned_within_a_tenth(row, owned, settings):
-    """Figures of benchmarks/node_memory/README.md, and what docs/memory.md says was planned for them."""
+    """Figures of benchmarks/node_memory/README.md, and what docs/reference/memory.md says was planned for them."""
     readme, docs = (
-        (CONFIGS.parent / path).read_text() for path in ("benchmarks/node_memory/README.md", "docs/memory.md")
+        (CONFIGS.parent / path).read_text() for path in ("benchmarks/node_memory/README.md", "docs/reference/memory.md")
     )
     measured, hub = re.search(rf"\| {row} \|.*\| ([\d.]+) GiB \| ([\d.]+) GiB \|", readme).groups()
     planned = rank_memory(shipped("2b", *NODE_MEMORY, *settings), owned, 1, "cpu").peak / GIB

@@ -18,7 +18,7 @@ SHAPE = {
 }  # fmt: skip
 SIZES = {"none": MODEL, "67M": {**SHAPE, "num_layers": 6}, "130M": {**SHAPE, "num_layers": 12}}
 TRAIN = {"steps": 2, "seq_len": 256, "micro_batch_size": 2, "warmup_steps": 0}
-# Without it glibc keeps most of what is freed (see docs/memory.md), how much differs from run to run.
+# Without it glibc keeps most of what is freed (see docs/reference/memory.md), how much differs from run to run.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
