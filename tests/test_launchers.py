@@ -73,9 +73,12 @@ def test_the_script_for_a_node_gives_up_at_the_same_codes():
     assert set(map(int, codes.split("|"))) == {0} | FINAL | STOPPED
 
 
-def test_the_readme_names_each_exit_code():
-    (told,) = re.findall(r"Exit\scodes: (.*?)\.", (LAUNCHERS.parent / "README.md").read_text(), re.S)
-    assert set(map(int, re.findall(r"\d+", told))) == FINAL | {1, errors.DeadlineError.exit_code} | STOPPED
+def test_the_page_on_exit_codes_says_at_which_nothing_is_started_again():
+    text = (LAUNCHERS.parent / "docs/reference/exit-codes.md").read_text()
+    (again, final) = re.findall(r"restart after (.*?) and 128 \+ N, but not after (.*?)\.", text, re.S)[0]
+    first, last, *others = map(int, re.findall(r"\d+", final))
+    assert {*range(first, last + 1), *others} == FINAL | STOPPED
+    assert set(map(int, re.findall(r"\d+", again))) == {1, errors.DeadlineError.exit_code}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -142,15 +145,19 @@ def test_the_compose_file_starts_commands_that_exist_and_shares_what_they_name()
     assert (context / "setup.cfg").is_file()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "docs/security.md"])
+GUIDES = [f"docs/guides/{name}.md" for name in ("one-machine", "several-machines", "internet")]
+
+
+@pytest.mark.parametrize("page", ["docs/operations.md", "docs/security.md", *GUIDES])
 def test_commands_of_the_pages_on_running_it_exist(page):
     text = (LAUNCHERS.parent / page).read_text().replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S))
-    commands = [shlex.split(line, comments=True)[1:] for line in blocks.splitlines() if line.startswith("spes-mega ")]
-    assert commands
-    for arguments in commands:
-        if arguments[0] in ("keys", "hub", "launch", "status"):
-            check_command(arguments)
+    lines = [shlex.split(line, comments=True) for line in map(str.strip, blocks.splitlines())]
+    commands = [arguments for program, *arguments in filter(None, lines) if program == "spes-mega"]
+    checked = [arguments for arguments in commands if arguments[0] in ("keys", "hub", "launch", "status")]
+    assert checked
+    for arguments in checked:
+        check_command(arguments)
 
 
 def test_the_image_copies_what_it_installs():

@@ -18,7 +18,7 @@ from spes_mega.recipe import load_recipe
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/guides/9b.md").read_text()
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S)).replace("\\\n", " ")
-COMMANDS = [shlex.split(line, comments=True) for line in BLOCKS.splitlines() if line]
+COMMANDS = [shlex.split(line, comments=True) for line in BLOCKS.splitlines() if line.strip()]
 OURS = [arguments for program, *arguments in COMMANDS if program == "spes-mega"]
 PLANS = [arguments for arguments in OURS if arguments[0] == "plan"]
 # What a reader has when a command's turn comes.

@@ -16,7 +16,7 @@ from upcycle.command import command
 PAGE = Path(__file__).parents[2] / "docs/guides/upcycle.md"
 COMMANDS = [
     line
-    for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     for line in block.splitlines()
     if line.startswith("spes-mega upcycle")
 ]

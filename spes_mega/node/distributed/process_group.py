@@ -62,5 +62,5 @@ def _unreachable(place: Place, error: Exception, deadline_s: float) -> LostRankE
     return LostRankError(
         f"{ends} ({deadline_s:g} s, spes.join_deadline_s): {cause}. Are all machines of the node started, with the "
         "same MASTER_ADDR, an address of rank 0's machine that the others can reach? GLOO_SOCKET_IFNAME and "
-        "NCCL_SOCKET_IFNAME choose the network interface (docs/operations.md)"
+        "NCCL_SOCKET_IFNAME choose the network interface (docs/guides/several-machines.md)"
     )
