@@ -10,12 +10,13 @@ import torch
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout import Checkpoint, differences, open_checkpoint
+from spes_mega.layout.storage.rows import is_finite, row_slices
 from spes_mega.recipe import ModelSection
 from upcycle.digest import TensorDigest
 from upcycle.tokenizers import tokenizer_difference
 
 # Rows are read in pieces of so many values at most, so that memory does not grow with the vocabulary.
-_PIECE = 1 << 22
+_PIECE_BYTES = 1 << 24
 
 
 class Sources:
@@ -65,10 +66,7 @@ class Sources:
         Raises:
             CheckpointError: a value is NaN or infinite.
         """
-        shape = self.shape(name)
-        step = max(1, _PIECE * shape[0] // max(1, torch.Size(shape).numel()))
-        for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
+        for start, stop in row_slices(self.shape(name), budget=_PIECE_BYTES):
             yield start, self._average([self._rows(i, name, start, stop, digest) for i in range(len(self.all))])
 
     def read_one(self, index: int, name: str, *, digest: bool = False) -> torch.Tensor:
@@ -92,7 +90,7 @@ class Sources:
     def _rows(self, index: int, name: str, start: int, stop: int, digest: bool) -> torch.Tensor:
         source = self.all[index]
         rows = source.read_rows(name, start, stop)
-        if not all(map(torch.isfinite, torch.aminmax(rows))):
+        if not is_finite(rows):
             raise CheckpointError(f"{source.source}: {name}: has NaN or infinite values; the source is damaged")
         if digest:
             self._digests[index].add(name, source.shape(name), rows)

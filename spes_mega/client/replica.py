@@ -13,11 +13,12 @@ from typing import BinaryIO, cast
 import torch
 from torch import Tensor
 
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.outer.codecs import lossy
 from spes_mega.wire.errors import PayloadError
 from spes_mega.wire.payload import PayloadWriter, StoredPayload, in_turn
 from spes_mega.wire.policy import WirePolicy
-from spes_mega.wire.tensor_specs import Shape, Shapes, forms_of, in_fp32, row_slices
+from spes_mega.wire.tensor_specs import Shape, Shapes, forms_of, in_fp32
 
 
 class _Versions:

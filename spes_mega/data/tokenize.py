@@ -23,6 +23,7 @@ from spes_mega.data.dataset_record import fingerprint
 from spes_mega.data.documents import DocumentReader, Skipped, check_files
 from spes_mega.data.text_tokenizer import TextTokenizer, load_tokenizer
 from spes_mega.errors import DataError, system_errors
+from spes_mega.files.durable import sync_path
 from spes_mega.signals import handling
 
 BATCH_CHARACTERS = 1 << 20  # text handed to a worker at a time
@@ -203,7 +204,7 @@ class DatasetWriter:
         )
         (self.folder / "data.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         for suffix in SUFFIXES:
-            _sync(self.folder / f"data{suffix}")
+            sync_path(self.folder / f"data{suffix}")
         for suffix in SUFFIXES:
             (self.folder / f"data{suffix}").rename(f"{self.out}{suffix}")
         return result
@@ -213,11 +214,6 @@ class DatasetWriter:
             self.builder.data_file.close()  # may find that what is still held back has no room
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import click
 
 from spes_mega.hub.state.ledger import RoundRecord
 from spes_mega.quoting import printable
+from spes_mega.sizes import megabytes
 
 
 class Console:
@@ -31,7 +32,3 @@ class Console:
             f"up {megabytes(record.bytes_up)}  down {megabytes(record.bytes_down)}{merged}"
         )
         self.say("round", text, **asdict(record), aggregation_seconds=aggregation_s)
-
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"

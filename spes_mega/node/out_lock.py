@@ -1,10 +1,9 @@
 """One process at a time uses a node's --out."""
 
-import fcntl
-import os
 from pathlib import Path
 
 from spes_mega.errors import CheckpointError, RecipeError, system_errors
+from spes_mega.files.lock import try_lock
 
 LOCK = "lock"
 
@@ -18,13 +17,10 @@ def lock_out(out: Path) -> int:
     with system_errors(CheckpointError, out, "cannot be written"):
         out.mkdir(parents=True, exist_ok=True)
     with system_errors(CheckpointError, out / LOCK, "cannot be written"):
-        fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
+        fd = try_lock(out / LOCK)
+    if fd is None:
         raise RecipeError(
             f"--out {out}: another node is using this directory, or an older process of this one has not ended yet: "
             "give each node its own --out, and start one process of it at a time"
-        ) from None
+        )
     return fd

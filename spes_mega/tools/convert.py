@@ -15,6 +15,7 @@ from spes_mega.errors import CheckpointError, system_errors
 from spes_mega.layout import FAMILIES, MOE_OF, Checkpoint, CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.layout.counts import count_parameters
 from spes_mega.layout.families.optional_parts import check_holds, optional_part, shared_expert_width, unused_parts
+from spes_mega.layout.storage.rows import is_finite, row_slices
 from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.progress import byte_progress, sigterm_interrupts
 from spes_mega.recipe import ModelSection
@@ -102,9 +103,7 @@ def convert(
         cached=False,
     ) as writer:
         for name, shape in expected_tensors(plan.model).items():
-            block = max(1, _BLOCK_BYTES // byte_count(torch.float32, (1, *shape[1:])))
-            for start in range(0, shape[0], block):
-                stop = min(start + block, shape[0])
+            for start, stop in row_slices(shape, budget=_BLOCK_BYTES):
                 if name in plan.added:
                     rows = torch.zeros((stop - start, *shape[1:]), dtype=plan.dtypes[name])
                 else:
@@ -124,7 +123,7 @@ def _neighbour(name: str) -> str:
 
 def _finite_rows(source: Checkpoint, name: str, start: int, stop: int) -> torch.Tensor:
     rows = source.read_rows(name, start, stop)
-    if not torch.isfinite(rows).all():
+    if not is_finite(rows):
         raise CheckpointError(f"{source.source}: {name}: has NaN or infinite values; the source is damaged")
     return rows
 

@@ -11,6 +11,7 @@ import torch
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout import Checkpoint, expert_name
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.outer.merging import SIMILARITY_MATRIX, add_to_gram, cosine_similarity, new_gram
 
 _BLOCK_BYTES = 1 << 26
@@ -33,11 +34,8 @@ def expert_similarity(
 
 def _layer_similarity(checkpoint: Checkpoint, layer: int) -> torch.Tensor:
     names = [expert_name(layer, expert, SIMILARITY_MATRIX) for expert in range(checkpoint.model.num_experts)]
-    rows, columns = checkpoint.shape(names[0])
-    block = max(1, _BLOCK_BYTES // (8 * columns * len(names)))
     gram = new_gram(len(names))
-    for start in range(0, rows, block):
-        stop = min(start + block, rows)
+    for start, stop in row_slices(checkpoint.shape(names[0]), row_bytes_factor=2 * len(names), budget=_BLOCK_BYTES):
         add_to_gram(gram, torch.stack([checkpoint.read_rows(name, start, stop).double() for name in names]))
     return cosine_similarity(gram).clamp(-1, 1)
 

@@ -10,6 +10,7 @@ import click
 from spes_mega.client.status import read_status
 from spes_mega.outer.ownership import ranges
 from spes_mega.security.access import TOKEN_VARIABLE, exposed, read_access
+from spes_mega.sizes import megabytes
 
 
 @click.command("status")
@@ -46,7 +47,7 @@ def describe(status: dict[str, Any]) -> Iterator[str]:
         yield (
             f"  node {node['node']}  {node['state']}{', absent' if node['absent'] else ''}  "
             f"experts {ranges(node['experts'])}  last pushed {last}  "
-            f"up {_megabytes(node['bytes_up'])}  down {_megabytes(node['bytes_down'])}"
+            f"up {megabytes(node['bytes_up'])}  down {megabytes(node['bytes_down'])}"
             + ("" if node["update_norm"] is None else f"  norm of its update {node['update_norm']:.6g}")
         )
     yield from _rounds(status["rounds"])
@@ -60,15 +61,11 @@ def _rounds(rounds: list[dict[str, Any]]) -> Iterator[str]:
             merged = "" if record["merge_alpha"] is None else _merged(record)
             yield (
                 f"  round {record['round']}  step {record['step']}  nodes {','.join(map(str, record['nodes']))}  "
-                f"{record['seconds']:.1f} s  up {_megabytes(record['bytes_up'])}  "
-                f"down {_megabytes(record['bytes_down'])}{merged}"
+                f"{record['seconds']:.1f} s  up {megabytes(record['bytes_up'])}  "
+                f"down {megabytes(record['bytes_down'])}{merged}"
             )
 
 
 def _merged(record: dict[str, Any]) -> str:
     similarity = "" if record["similarity"] is None else f", similarity {record['similarity']:.3f}"
     return f"  merged (alpha {record['merge_alpha']:.3g}{similarity})"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spes_mega.errors import CheckpointError
 from spes_mega.layout.storage.checksums import ReadChecksums, TensorChecksums
+from spes_mega.layout.storage.rows import is_finite, row_slices
 from spes_mega.layout.storage.safetensors_format import (
     LENGTH_BYTES,
     Header,
@@ -32,7 +33,6 @@ from spes_mega.wire.tensor_specs import (
     Shape,
     Shapes,
     payload_header,
-    row_slices,
     scale_name,
     wire_specs,
 )
@@ -233,8 +233,7 @@ class StoredPayload:
                 self._check_scales(name)
                 continue
             for start, stop in row_slices(shape):
-                low, high = self._rows(name, start, stop).aminmax()
-                if not (low.isfinite() and high.isfinite()):
+                if not is_finite(self._rows(name, start, stop)):
                     raise PayloadError(f"{self._source}: {name} has NaN or infinite values")
 
     def _check_scales(self, name: str) -> None:

@@ -1,7 +1,6 @@
 """Which tensors a payload carries, and in what codec each."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,8 +8,6 @@ import torch
 from spes_mega.layout.storage.safetensors_format import byte_count, pack_header
 from spes_mega.outer.codecs import FP32, Codec, CodecOf
 
-SLICE_BYTES = 1 << 20
-"""So small that the few slices of a step of the work stay in a core's cache: several times as fast as from memory."""
 SCALE_SUFFIX = ".scale"
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -78,14 +75,3 @@ def state_bounds(shapes: Shapes, down: CodecOf) -> Bounds:
     data = sum(max(data_bytes({name: forms[name]}) for forms in choices) for name in shapes)
     header = max(map(header_limit, choices))
     return Bounds(data + header, header)
-
-
-def row_slices(shape: Shape, row_bytes_factor: int = 1, budget: int = SLICE_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of equal slices of about `budget` fp32 bytes (at most half more, or one row), all experts together.
-
-    A tensor of one axis is one row.
-    """
-    count = round(math.prod(shape) * 4 * row_bytes_factor / budget) if len(shape) > 1 else 1
-    rows = max(1, math.ceil(shape[0] / max(1, count)))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])

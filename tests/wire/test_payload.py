@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.layout.storage.safetensors_format import pack_header
 from spes_mega.layout.storage.tensor_bytes import bytes_of
 from spes_mega.outer.codecs import codec_named
@@ -16,7 +17,7 @@ from spes_mega.wire.payload import (
     StoredPayload,
     write_payload,
 )
-from spes_mega.wire.tensor_specs import data_bytes, forms_of, header_limit, in_fp32, payload_header, row_slices
+from spes_mega.wire.tensor_specs import data_bytes, forms_of, header_limit, in_fp32, payload_header
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2, 2)}
 FORMS = in_fp32(SHAPES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from spes_mega.hub.close.round_average import RoundAverage
 from spes_mega.hub.state.round_state import Publisher
 from spes_mega.layout.names import EXPERT_MATRICES, expert_name
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.outer.merging import (
     SIMILARITY_MATRIX,
     Donors,
@@ -28,7 +29,7 @@ from spes_mega.outer.merging import (
     similarity_of,
 )
 from spes_mega.recipe import ModelSection, Recipe
-from spes_mega.wire.tensor_specs import Shape, row_slices
+from spes_mega.wire.tensor_specs import Shape
 
 _MERGED_BYTES = 16 << 20
 """Of the rows of all experts that are merged at once."""

@@ -8,9 +8,9 @@ from spes_mega.hub.close.merge_layer import LayerMerge, Merge
 from spes_mega.hub.close.round_average import RoundAverage
 from spes_mega.hub.state.round_state import Publisher
 from spes_mega.layout.names import expert_of
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.outer.merging import Similarity
 from spes_mega.recipe import ModelSection
-from spes_mega.wire.tensor_specs import row_slices
 
 THREADS = 2
 """They work on tensors of their own: most of the time goes to the kernel and to torch, which need no GIL."""

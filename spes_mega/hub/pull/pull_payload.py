@@ -8,12 +8,13 @@ from torch import Tensor
 
 from spes_mega.hub.pull.contents import Part
 from spes_mega.hub.state.round_state import Published
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.layout.storage.safetensors_format import byte_count
 from spes_mega.layout.storage.tensor_bytes import bytes_of
 from spes_mega.outer.codecs import FP32
 from spes_mega.wire.frames import Piece
 from spes_mega.wire.policy import WirePolicy, merge_name
-from spes_mega.wire.tensor_specs import Form, data_bytes, payload_header, row_slices
+from spes_mega.wire.tensor_specs import Form, data_bytes, payload_header
 
 _CHANGES = (Part.DELTA, Part.MERGE)
 

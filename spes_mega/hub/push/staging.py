@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spes_mega.errors import HubRefusedError, NoSpaceError, SpesError, StoreError
+from spes_mega.files.durable import sync_path
 from spes_mega.hub.push.check import Expected, well_formed
 from spes_mega.hub.push.uploads import Uploads
-from spes_mega.hub.state.checksummed import sync_directory
 from spes_mega.hub.state.state_folder import STAGED
 from spes_mega.wire.errors import PayloadError
 from spes_mega.wire.payload import StoredPayload
@@ -55,7 +55,7 @@ class Staging:
 
     def sync(self) -> None:
         """Make renames durable."""
-        sync_directory(self.directory)
+        sync_path(self.directory)
 
     def _target(self, node: int, checksum: str) -> Path:
         return self.directory / f"node-{node:03d}-{checksum}.safetensors"

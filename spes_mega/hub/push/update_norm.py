@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from spes_mega.layout.reader import Checkpoint
+from spes_mega.layout.storage.rows import row_slices
 from spes_mega.outer.codecs import FP32
 from spes_mega.wire.payload import StoredPayload
-from spes_mega.wire.tensor_specs import row_slices
 
 
 def update_norm(update: Iterator[Tensor]) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import xxhash
 
 from spes_mega.errors import StoreError
+from spes_mega.files.durable import sync_path
 
 _CHECKSUM, _CONTENT = "xxh3_64", "content"
 
@@ -25,7 +26,7 @@ def write_text(path: Path, text: str) -> None:
         if partial.is_file():
             partial.unlink()
         raise
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def read_json(path: Path, remedy: str) -> Any:
@@ -65,12 +66,3 @@ def read_sealed(path: Path, remedy: str) -> Any:
 
 def _checksum(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

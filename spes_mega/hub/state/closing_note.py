@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_mega.errors import StoreError
-from spes_mega.hub.state.checksummed import read_sealed, sync_directory, write_sealed
+from spes_mega.files.durable import sync_path
+from spes_mega.hub.state.checksummed import read_sealed, write_sealed
 from spes_mega.hub.state.disk_full import noticing_shortage
 
 _FILE = "closing.json"
@@ -26,7 +27,7 @@ def note_closing(pushes: Path, note: ClosingNote) -> None:
     path = pushes / _FILE
     with noticing_shortage(path):
         write_sealed(path, asdict(note))
-        sync_directory(pushes.parent)
+        sync_path(pushes.parent)
 
 
 def read_closing(pushes: Path) -> ClosingNote | None:
@@ -44,4 +45,4 @@ def read_closing(pushes: Path) -> ClosingNote | None:
 def forget_closing(pushes: Path) -> None:
     """Let the round stay open after all."""
     (pushes / _FILE).unlink()
-    sync_directory(pushes)
+    sync_path(pushes)

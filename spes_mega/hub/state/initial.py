@@ -9,9 +9,9 @@ from spes_mega.layout.families.config_json import differences
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.reader import Checkpoint, open_checkpoint
+from spes_mega.layout.storage.rows import is_finite, row_slices
 from spes_mega.layout.writer import CheckpointWriter
 from spes_mega.recipe import Recipe
-from spes_mega.wire.tensor_specs import row_slices
 
 
 def commit_initial(store: Store, recipe: Recipe, init: Path | None) -> None:
@@ -44,6 +44,6 @@ def _copy(writer: CheckpointWriter, checkpoint: Checkpoint) -> None:
     for name in checkpoint.names:
         for start, stop in row_slices(checkpoint.shape(name)):
             rows = checkpoint.read_rows(name, start, stop).float()
-            if not rows.isfinite().all():
+            if not is_finite(rows):
                 raise CheckpointError(f"{checkpoint.source}: {name} has NaN or infinite values")
             writer.write_rows(name, start, rows)

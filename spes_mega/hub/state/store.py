@@ -32,9 +32,10 @@ from typing import Any
 import torch
 
 from spes_mega.errors import CheckpointError, StoreError
+from spes_mega.files.durable import sync_path
 from spes_mega.hub.rounds import members as members_format
 from spes_mega.hub.rounds.members import Member, Members
-from spes_mega.hub.state.checksummed import read_json, read_sealed, sync_directory, write_sealed, write_text
+from spes_mega.hub.state.checksummed import read_json, read_sealed, write_sealed, write_text
 from spes_mega.hub.state.cleanup import numbers, remove_leftovers, remove_old, spare_files
 from spes_mega.hub.state.closing_note import read_closing
 from spes_mega.hub.state.disk_full import noticing_shortage
@@ -264,12 +265,12 @@ class Store:
             for file in self.round_dir(record.round).iterdir():
                 if file.name not in ("round.json", CHECKSUMS, *BESIDE):
                     _link(file, partial / file.name)
-            sync_directory(partial)
+            sync_path(partial)
             partial.rename(target)
         except OSError:
             shutil.rmtree(partial)
             raise
-        sync_directory(target.parent)
+        sync_path(target.parent)
         return target
 
     def _check_run(self, change: Collection[str]) -> None:

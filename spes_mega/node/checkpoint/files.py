@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from spes_mega.errors import CheckpointError, system_errors
+from spes_mega.files.durable import sync_path
 from spes_mega.layout.storage.checksums import CHECKSUMS, TensorChecksums, check_files, checksum_of, require
 from spes_mega.layout.storage.safetensors_format import Specs, pack_header
 from spes_mega.layout.storage.tensor_bytes import bytes_of, write_tensor
@@ -132,12 +133,12 @@ class Shelf:
         old = path.with_name(f"{path.name}.old")
         try:
             for file in (*written.iterdir(), written):
-                _sync(file)
+                sync_path(file)
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 path.rename(old)
             written.rename(path)
-            _sync(self.folder)
+            sync_path(self.folder)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot write: {e.strerror}") from e
         if keep_last is None:
@@ -169,7 +170,7 @@ class Shelf:
             for path in reversed(others):
                 path.rename(aside / path.name)
             for changed in (aside, self.folder, self.folder.parent):
-                _sync(changed)
+                sync_path(changed)
         except OSError as e:
             raise CheckpointError(f"{aside}: cannot move checkpoints there: {e.strerror}") from e
         return aside
@@ -188,7 +189,7 @@ class Shelf:
             self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(attempt, encoding="utf-8")
             for changed in (path, self.folder):
-                _sync(changed)
+                sync_path(changed)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot write: {e.strerror}") from e
 
@@ -209,11 +210,3 @@ def _entries(folder: Path) -> Iterator[Path]:
     """Of a folder that need not be there. Raises CheckpointError: it is something else, or cannot be read."""
     with system_errors(CheckpointError, folder, "cannot be read"):
         return iter(sorted(folder.iterdir()) if os.path.lexists(folder) else ())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

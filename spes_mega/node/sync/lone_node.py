@@ -12,6 +12,7 @@ import torch
 from spes_mega.errors import CheckpointError, NoSpaceError, SpesError
 from spes_mega.layout import CheckpointWriter, differences, initial_tensor, open_checkpoint
 from spes_mega.layout.names import expected_tensors
+from spes_mega.layout.storage.rows import is_finite
 from spes_mega.node.checkpoint.state import WEIGHTS, Checkpoint
 from spes_mega.node.distributed.ranks import Ranks
 from spes_mega.node.sync.weight_source import Traffic
@@ -97,7 +98,7 @@ class LoneNode:
                 cached=False,
             ) as writer:
                 for name, tensor in tensors:
-                    if not tensor.isfinite().all():
+                    if not is_finite(tensor):
                         raise SpesError(
                             f"{name} has NaN or infinite values after the last step: training has diverged, and "
                             "nothing was written. Lower train.lr, or lengthen train.warmup_steps"

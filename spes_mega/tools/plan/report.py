@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 from rich.table import Table
 
+from spes_mega.sizes import gigabytes
 from spes_mega.tools.plan.compute import tokens_per_step
 from spes_mega.tools.plan.memory import TORCH, Build, runtime_bytes
 from spes_mega.tools.plan.plan import Exchange, NodeGroup, Plan, Scheme
 from spes_mega.tools.plan.suggest import Suggestion
 from spes_mega.tools.plan.traffic import CODECS, CONFIGURED, merging_rounds, wire_text
-from spes_mega.tools.plan.units import duration, gigabytes, rate
+from spes_mega.tools.plan.units import duration, rate
 
 NARROW = 110
 """Columns that the tables need; elsewhere than on a terminal they always get them."""

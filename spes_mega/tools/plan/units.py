@@ -44,11 +44,6 @@ def _is_positive(text: str, unit: int) -> bool:
         return False
 
 
-def gigabytes(count: float) -> str:
-    """Bytes for a person: in units of 10^9."""
-    return f"{count / 1e9:,.2f} GB" if count < 1e12 else f"{count / 1e12:,.2f} TB"
-
-
 def duration(seconds: float) -> str:
     """Seconds for a person."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):

@@ -10,8 +10,8 @@ from spes_mega.hub.close.round_average import RoundAverage
 from spes_mega.hub.state.round_state import Published, publishing
 from spes_mega.layout.initialize import initial_tensor
 from spes_mega.layout.names import expected_tensors, expert_name
+from spes_mega.layout.storage import rows as rows_module
 from spes_mega.layout.writer import CheckpointWriter
-from spes_mega.wire import tensor_specs as forms
 from spes_mega.wire.payload import StoredPayload, write_payload
 from spes_mega.wire.policy import WirePolicy
 from spes_mega.wire.tensor_specs import in_fp32
@@ -57,10 +57,10 @@ def test_shared_is_the_mean_and_experts_are_their_owners(tmp_path, assignment, n
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 7])
-@pytest.mark.parametrize("budget", [forms.SLICE_BYTES, 600])
+@pytest.mark.parametrize("budget", [rows_module.SLICE_BYTES, 600])
 def test_merging_equals_the_same_on_whole_tensors(tmp_path, monkeypatch, experts, budget):
     monkeypatch.setattr(
-        merge_layer, "row_slices", lambda *args, **kw: forms.row_slices(*args, **kw | {"budget": budget})
+        merge_layer, "row_slices", lambda *args, **kw: rows_module.row_slices(*args, **kw | {"budget": budget})
     )
     recipe = make_recipe(
         {
