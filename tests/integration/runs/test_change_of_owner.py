@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.integration.processes import Hub, launch
 from spes_mega.client.client import HubClient
 from spes_mega.layout import expert_of, open_checkpoint
 from spes_mega.recipe import load_recipe
+from tests.integration.processes import Hub, launch
 
 STEPS = 12
 

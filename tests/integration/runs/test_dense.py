@@ -1,4 +1,4 @@
-"""A dense model on a lone node, started as the README does it by hand: `deepspeed launchers/train.py`."""
+"""A dense model on a lone node, started as the guides do it by hand: `deepspeed launchers/train.py`."""
 
 import json
 import math
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from tests.integration.processes import ROOT, Process
 from spes_mega.layout import CheckpointWriter, expected_tensors, initial_tensor, open_checkpoint
 from spes_mega.node.launch.command import free_port
 from spes_mega.recipe import load_recipe
+from tests.integration.processes import ROOT, Process
 
 MODEL = {
     "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,

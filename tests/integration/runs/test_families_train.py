@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.integration.conftest import MODEL
-from tests.integration.processes import launch
 from spes_mega.layout import CheckpointWriter, expected_tensors, open_checkpoint
 from spes_mega.layout.families.optional_parts import optional_part
 from spes_mega.recipe import load_recipe
+from tests.integration.conftest import MODEL
+from tests.integration.processes import launch
 
 FAMILIES = {
     "qwen2_moe": {"family": "qwen2_moe", "shared_expert_hidden_size": 16, "dense_layers": [0], "ffn_hidden_size": 40},

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.integration.processes import Hub, launch
 from spes_mega.layout import open_checkpoint
+from tests.integration.processes import Hub, launch
 
 TRAIN = {"steps": 5}  # two rounds of two, one of one
 

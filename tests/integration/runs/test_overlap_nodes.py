@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from tests.integration.processes import Hub, launch
 from spes_mega.layout import expected_tensors, expert_of, initial_tensor, open_checkpoint
 from spes_mega.outer.ownership import ownership_of, pushed_names
 from spes_mega.recipe import load_recipe
+from tests.integration.processes import Hub, launch
 
 STEPS, EVERY = 9, 2
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.integration.processes import ROOT, Hub, launch
 from spes_mega.layout import expert_of, open_checkpoint
 from spes_mega.recipe import load_recipe
+from tests.integration.processes import ROOT, Hub, launch
 
 DILOCO = ROOT / "configs/baselines/diloco.yaml"
 

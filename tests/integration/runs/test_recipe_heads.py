@@ -13,8 +13,8 @@ import sentencepiece
 import transformers
 import yaml
 
-from tests.integration.processes import COMMAND, ROOT, Process
 from spes_mega.recipe import load_recipe
+from tests.integration.processes import COMMAND, ROOT, Process
 
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 SIZES = {
