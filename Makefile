@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs/demo
+JOBS ?= 2
 # Transformer Engine needs a CUDA build of torch, which .venv need not have.
 TE_VENV := .venv-te
 TE_STAMP := $(TE_VENV)/.installed
@@ -21,8 +22,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/spes-mega demo --out $(OUT)
 
+# JOBS files of tests at a time; JOBS=1 where memory is short.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # Some minutes; SOAK="--rounds 200 --seed 1 --codec fp32" and the like.
 soak: $(STAMP)
