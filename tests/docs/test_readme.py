@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
+from spes_mega import __version__
 from spes_mega.cli import COMMANDS, group
 
 ROOT = Path(__file__).parents[2]
@@ -53,3 +54,11 @@ def test_files_to_touch_are_where_they_are_said_to_be(path):
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make (\S+)`", CONTRIBUTING))))
 def test_make_has_the_targets_of_contributors(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_changelog_has_this_version_and_its_pages():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
+    pages = set(re.findall(r"`((?:docs|benchmarks)/[\w/.-]+)`", text))
+    assert pages
+    assert [page for page in pages if not (ROOT / page).exists()] == []
