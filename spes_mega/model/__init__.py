@@ -3,7 +3,7 @@
 Importing this package imports torch and Megatron-Core.
 """
 
-from spes_mega.model.cpu_support import prepare_megatron
+from spes_mega.model.megatron_patches import prepare_megatron
 
 prepare_megatron()
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from spes_mega.errors import RecipeError
 from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.layout.families.rope import llama3_factor
-from spes_mega.model.cpu_support import without_expected_warnings
+from spes_mega.model.megatron_patches import check_recomputation, rotates_by_our_kernel, without_expected_warnings
 from spes_mega.recipe import ModelSection, Recipe, TrainSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,8 +36,11 @@ def transformer_config(recipe: Recipe, *, device: torch.device, te: bool) -> Tra
 
     Raises:
         RecipeError: the model has a RoPE variant that is not built here.
+        IncompatibleError: the installed Megatron-Core cannot recompute activations on the device.
     """
     rope_settings(recipe.model)
+    if recipe.train.recompute != "none":
+        check_recomputation(device)
     settings = {
         **_shape(recipe.model),
         **_experts(recipe.model, recipe.train, te=te),
@@ -123,7 +126,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
         "bias_activation_fusion": on_cuda,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
-        "apply_rope_fusion": True,  # by rope.py
+        "apply_rope_fusion": rotates_by_our_kernel(),
         "gradient_accumulation_fusion": False,
         "moe_permute_fusion": False,
         "persist_layer_norm": False,

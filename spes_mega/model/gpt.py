@@ -4,14 +4,12 @@ from collections.abc import Iterable
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import nn
 
 from spes_mega.errors import RecipeError
 from spes_mega.model.config import rope_settings, transformer_config, use_transformer_engine
-from spes_mega.model.cpu_support import stay_on_cpu
 from spes_mega.model.layer_specs import block_spec
+from spes_mega.model.megatron_patches import compute_logits_by_sample, forget_router_losses, stay_on_cpu
 from spes_mega.model.parallel import ensure_parallel_state
-from spes_mega.model.router_losses import forget_router_losses
 from spes_mega.recipe import ModelSection, Recipe
 
 
@@ -44,7 +42,7 @@ def build(recipe: Recipe, owned: Iterable[int] | None = None, device: torch.devi
             **rope_settings(model),
             share_embeddings_and_output_weights=model.tie_embeddings,
         )
-    _compute_logits_by_sample(gpt.output_layer)
+    compute_logits_by_sample(gpt)
     gpt.to(device=device)  # routers ignore it
     _convert_trained(gpt, config.params_dtype)
     _poison(gpt)
@@ -66,15 +64,6 @@ def _checked(model: ModelSection, owned: Iterable[int] | None) -> frozenset[int]
     if unknown := sorted(chosen - experts):
         raise RecipeError(f"owned experts: there is no expert {unknown[0]} (model.num_experts {model.num_experts})")
     return chosen
-
-
-def _compute_logits_by_sample(output_layer: nn.Module) -> None:
-    """Give the output layer its input [S, B, D] as [B, S, D]: it is GPTModel's logits that are large to transpose.
-
-    GPTModel brings them into this order by a copy, and another one of their gradient, which is then none.
-    """
-    output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].transpose(0, 1).contiguous(), *inputs[1:]))
-    output_layer.register_forward_hook(lambda _, inputs, output: (output[0].transpose(0, 1), *output[1:]))
 
 
 def _convert_trained(gpt: GPTModel, dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.model.attention import SDPAttention
 from spes_mega.model.config import DTYPES
 from spes_mega.model.grouped_experts import GroupedExperts
+from spes_mega.model.megatron_patches import mlp_submodules
 from spes_mega.model.norms import PostNormLayer, norm_over_all_heads
 from spes_mega.model.partitioned_experts import PartitionedExperts
 from spes_mega.recipe import ModelSection, Recipe
@@ -71,17 +72,11 @@ def _normalize_outputs(spec: ModuleSpec, *, is_moe: bool, te: bool) -> None:
 
         spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not is_moe:
-            _mlp_submodules(spec).linear_fc1 = TEColumnParallelLinear
-
-
-def _mlp_submodules(spec: ModuleSpec) -> Any:
-    mlp = spec.submodules.mlp
-    # A ModuleSpec in megatron-core 0.16; a functools.partial in 0.19.
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+            mlp_submodules(spec).linear_fc1 = TEColumnParallelLinear
 
 
 def _partition(spec: ModuleSpec, recipe: Recipe, owned: Collection[int], *, te: bool) -> None:
-    moe = _mlp_submodules(spec)
+    moe = mlp_submodules(spec)
     # ZeRO-3 gathers a module's own parameters for its forward pass: matrix by matrix in Megatron's sequential experts.
     stock = moe.experts if te or recipe.train.zero_stage == 3 else GroupedExperts
     frozen_dtype = DTYPES[recipe.frozen_dtype]

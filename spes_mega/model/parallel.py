@@ -6,7 +6,7 @@ are spread over nodes instead of over ranks.
 
 import torch.distributed as dist
 
-from spes_mega.model.cpu_support import prepare_megatron
+from spes_mega.model.megatron_patches import prepare_megatron
 
 
 def ensure_parallel_state() -> None:

@@ -3,16 +3,16 @@
 In training every router attaches `aux_loss_coeff` / L * balance + `router_z_loss_coeff` * z to its output, L being the
 number of MoE layers: the losses never appear in the loss that the caller sees, only in the gradient (times a scale) and
 in a tracker, without their coefficients. Scale and tracker are global to the process.
-
-Axes: T tokens of a micro-batch, E experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
+
+from spes_mega.model.megatron_patches import router_loss_sums, weigh_balance_loss
 
 
 class RouterLosses(NamedTuple):
@@ -28,13 +28,13 @@ class RouterLosses(NamedTuple):
 
 def set_router_loss_scale(scale: float) -> None:
     """Multiply the gradient of the router's losses; 1 / grad_accumulation where the main loss is averaged so."""
-    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(scale)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
 
 
 def take_router_losses(num_moe_layers: int, num_forwards: int) -> RouterLosses:
     """This rank's losses of the `num_forwards` training passes since the last call; a coefficient of 0 gives 0."""
-    entries = _tracked()
-    sums = [_values(entries[name]) if name in entries else None for name in ("load_balancing_loss", "z_loss")]
+    kept = router_loss_sums()
+    sums = [kept.get(name) for name in ("load_balancing_loss", "z_loss")]
     count = max(1, num_moe_layers * num_forwards)
     losses = RouterLosses(*(0.0 if values is None else values.sum().item() / count for values in sums))
     for values in sums:
@@ -50,30 +50,4 @@ def weigh_owned_experts(model: nn.Module, weight: float) -> None:
     """
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         owned = [run.owned for run in layer.experts.runs for _ in range(run.size)]
-        _weigh(layer.router, torch.tensor([weight if mine else 1.0 for mine in owned]))
-
-
-def _weigh(router: Any, weights_E: torch.Tensor) -> None:
-    plain = type(router)._apply_aux_loss  # the same in Megatron-Core 0.16 to 0.19
-
-    def weighted(probs: torch.Tensor, scores_TE: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        return plain(router, probs, scores_TE * weights_E.to(scores_TE), *rest, **options)  # type: ignore[no-any-return]
-
-    router._apply_aux_loss = weighted
-
-
-def forget_router_losses() -> None:
-    """Drop the tracker's entries: they have the number of layers of the model that ran first in this process."""
-    _tracked().clear()
-
-
-def _tracked() -> dict[str, Any]:
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # since 0.17
-    except ImportError:
-        return moe_utils.get_moe_layer_wise_logging_tracker()
-    return get_moe_metrics_tracker().metrics
-
-
-def _values(entry: Any) -> torch.Tensor:
-    return entry["values"] if isinstance(entry, dict) else entry.values
+        weigh_balance_loss(layer.router, torch.tensor([weight if mine else 1.0 for mine in owned]))

@@ -75,7 +75,7 @@ class Entry:
 class WeightMap:
     """All parameters of a model with their canonical tensors, in canonical order; exactly once each.
 
-    Works on the bare model and under every ZeRO stage: names and full shapes come from the model section.
+    Made of the bare model, and good under every ZeRO stage: names and full shapes come from the model section.
 
     Raises:
         CheckpointError: a parameter that no rule covers, a tensor that no parameter holds, or one held twice.
@@ -102,8 +102,7 @@ class WeightMap:
         if unknown := [name for name in names if name not in self._shapes]:
             raise CheckpointError(f"{unknown[0]}: not a tensor of the recipe's model, but {parameter_name} holds it")
         entry = Entry(parameter_name, parameter, names, tuple(self._shapes[n] for n in names), fusion, self.model)
-        actual = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the full shape there
-        if actual != entry.shape:
+        if (actual := tuple(parameter.shape)) != entry.shape:
             raise CheckpointError(f"{parameter_name}: has shape {actual}, the recipe's model needs {entry.shape}")
         return entry
 

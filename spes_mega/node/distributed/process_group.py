@@ -12,6 +12,7 @@ from spes_mega.errors import SpesError
 from spes_mega.node.distributed.lifelines import LostRankError
 from spes_mega.node.distributed.place import Place, take_place
 from spes_mega.node.stop import Stopped
+from spes_mega.node.zero.deepspeed_patches import default_timeout, leave_out_shared_memory_comm
 
 
 @contextmanager
@@ -27,13 +28,11 @@ def process_group(place: Place | None = None, deadline_s: float = 1800.0) -> Ite
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(place.local_rank)
-    # Its shared-memory all-reduce is for inference, and would be compiled (40 s, needs a compiler) at every
-    # first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory_comm()
     with naming_both_ends(place, deadline_s):
         store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline_s)))
-        backend, patience = "nccl" if on_gpu else "gloo", deepspeed.constants.default_pg_timeout
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=default_timeout())
     deepspeed.init_distributed(verbose=False)  # takes the group that there is
     try:
         yield

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from spes_mega.errors import RecipeError
-from spes_mega.model.cpu_support import without_compiling
+from spes_mega.model.megatron_patches import without_compiling
+from spes_mega.node.zero.deepspeed_patches import async_io_is_usable, tune
 from spes_mega.recipe import Recipe, TrainSection
 from spes_mega.recipe.deepspeed_config import PIECE_ELEMENTS, PIECE_ELEMENTS_CPU, check_readable, deepspeed_config
 
@@ -44,46 +45,8 @@ def create_engine(recipe: Recipe, gpt: nn.Module, age: Callable[[nn.Parameter], 
     # Some of its optimizers print the memory in use at every step of their making.
     with without_compiling(), redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config, dist_init_required=False)
-    _measure_norms_in_parts(engine.optimizer)
-    _share_masters(engine.optimizer)
-    if dist.get_world_size() == 1 and hasattr(engine.optimizer, "buffered_reduce_fallback"):
-        engine.optimizer.buffered_reduce_fallback = _reduce_nothing
+    tune(engine.optimizer)
     return engine
-
-
-def _reduce_nothing(*_: Any, **__: Any) -> None:
-    """For a rank without others: stages 1 and 2 would copy all gradients into a buffer and back."""
-
-
-def _share_masters(zero: Any) -> None:
-    """Let weights in fp32 be their own masters, of which stages 1 and 2 keep a copy and copy it back at each step."""
-    if not hasattr(zero, "parallel_partitioned_bit16_groups") or zero.cpu_offload or zero.dtype != torch.float32:
-        return
-    for master, parts in zip(zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True):
-        master.data = parts[dist.get_rank()]
-    zero._link_all_hp_params()  # by which parameters find their masters
-
-
-def _measure_norms_in_parts(zero: Any) -> None:
-    """Stages 1 and 2 convert a gradient to fp64 for its norm, as a whole: that of an embedding is the step's peak.
-
-    Instead they get fp32 norms of its parts, of which they take the norm.
-    """
-    if not hasattr(zero, "get_grad_norm_direct"):
-        return
-    norm = zero.get_grad_norm_direct
-
-    def norm_in_parts(gradients: Any, parameters: Any, **options: Any) -> torch.Tensor:
-        own = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
-        return norm([norms_of_parts(gradient) for gradient in own], parameters, **options)  # type: ignore[no-any-return]
-
-    zero.get_grad_norm_direct = norm_in_parts
-
-
-def norms_of_parts(gradient: torch.Tensor) -> torch.Tensor:
-    """Norms of as many elements as can be added up in fp32, on the CPU one after the other: fp32."""
-    parts = gradient.detach().reshape(-1).split(1 << 16 if gradient.device.type == "cpu" else 1 << 20)
-    return torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
 
 
 def parameter_groups(
@@ -121,10 +84,8 @@ def in_pieces(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str,
 
 
 def _check_nvme(zero: dict[str, Any]) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[attr-defined]
-
     sections = [key for key in ("offload_optimizer", "offload_param") if (zero.get(key) or {}).get("device") == "nvme"]
-    if sections and not AsyncIOBuilder().is_compatible(verbose=False):
+    if sections and not async_io_is_usable():
         raise RecipeError(
             f"deepspeed.zero_optimization.{sections[0]}.device is nvme: DeepSpeed's async_io cannot be built on this "
             "machine, which needs a compiler and libaio with its headers (`ds_report` says more): install them, or set "

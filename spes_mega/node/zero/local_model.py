@@ -15,6 +15,7 @@ from spes_mega.model.weight_map import WeightMap
 from spes_mega.node.distributed.ranks import Ranks
 from spes_mega.node.stop import StopRequest
 from spes_mega.node.sync.spool import TensorSpool
+from spes_mega.node.zero.deepspeed_patches import release
 from spes_mega.node.zero.engine import create_engine
 from spes_mega.node.zero.moments import Moments, Steps, assign_moments, collect_moments
 from spes_mega.node.zero.weights import NodeWeights
@@ -87,18 +88,8 @@ class LocalModel(NodeWeights):
 
     def _release(self) -> None:
         """Free the memory of model and optimizer."""
-        zero, parameters = self.engine.optimizer, list(self.gpt.parameters())
-        self.engine.destroy()
-        self.engine.optimizer = None
+        release(self.engine, self.gpt.parameters())
         del self.engine, self.map
-        # In stage 3 the classes that DeepSpeed makes for autograd keep engine and model for ever, so that it does not
-        # do to forget them: they have to let go of their tensors.
-        zero.optimizer.state.clear()
-        zero.optimizer.param_groups.clear()
-        vars(zero).clear()
-        for parameter in parameters:
-            vars(parameter).clear()
-            parameter.data, parameter.grad = parameter.new_empty(0), None
         gc.collect()
 
     def _rebuild(self, owned: tuple[int, ...], steps: Steps) -> None:

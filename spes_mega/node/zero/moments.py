@@ -1,12 +1,9 @@
 """Adam's state by canonical tensor name, through ZeRO 1-3 in fp32 and bf16.
 
-DeepSpeed keeps the moments in flat fp32 tensors, one a parameter group and rank (in stage 3 one a subgroup), and one
-step count for each. Its own accessors (0.19) reach only the first parameter group in stages 1 and 2, and nothing before
-the first step; so the places of a parameter are worked out here, from the addresses that DeepSpeed keeps of it.
+DeepSpeed keeps the moments in flat fp32 tensors, and one step count for each of these.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +14,7 @@ from torch import nn
 from spes_mega.errors import RecipeError
 from spes_mega.model.weight_map import Entry
 from spes_mega.node.distributed.ranks import Ranks
+from spes_mega.node.zero.deepspeed_patches import FlatGroups
 from spes_mega.recipe.deepspeed_config import OFFLOAD
 
 
@@ -32,27 +30,13 @@ Steps = dict[str, int]
 KEYS = Moments._fields
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Elements [start, start + count) of a parameter are [offset, offset + count) of this rank's flat tensor."""
-
-    flat: torch.Tensor
-    offset: int
-    start: int
-    count: int
-
-
 class AdamState:
     """Reads and sets the optimizer state of single parameters; all ranks take part."""
 
     def __init__(self, engine: Any) -> None:
         """Raises RecipeError: the state is where it cannot be reached, offloaded to NVMe."""
-        self._zero = engine.optimizer
-        self._base = self._zero.optimizer
-        # One optimizer has stages 1 and 2, another bf16 with gradients summed in fp32.
-        groups = getattr(self._zero, "bit16_groups", None) or getattr(self._zero, "bf16_groups", [])
-        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        if getattr(self._zero, "swap_optimizer", False):
+        self._groups = FlatGroups(engine)
+        if self._groups.on_nvme:
             raise RecipeError(
                 f"{OFFLOAD}.device is nvme: the optimizer's moments cannot be read from there, so that they can "
                 "neither be kept when experts change hands (spes.adopt_after) nor be saved: set device to cpu, or do "
@@ -61,15 +45,15 @@ class AdamState:
 
     def steps(self, parameter: nn.Parameter) -> int:
         """How often the parameter has been updated; 0 before its first step."""
-        state = self._base.state.get(self._place(parameter).flat)
+        state = self._groups.optimizer.state.get(self._groups.place(parameter).flat)
         return int(state["step"]) if state else 0
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter, shape: tuple[int, ...], key: str, device: torch.device) -> torch.Tensor:
         """One moment of a parameter that has been updated, gathered over the ranks: fp32 of its full shape."""
-        place = self._place(parameter)
+        place = self._groups.place(parameter)
         full = torch.zeros(prod(shape), dtype=torch.float32, device=device)
-        full[place.start : place.start + place.count] = self._base.state[place.flat][key].narrow(
+        full[place.start : place.start + place.count] = self._groups.optimizer.state[place.flat][key].narrow(
             0, place.offset, place.count
         )
         if dist.get_world_size() > 1:
@@ -79,8 +63,8 @@ class AdamState:
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, steps: int, values: Mapping[str, torch.Tensor]) -> None:
         """Set moments and step count from full tensors that all ranks hold; all of a group have one step count."""
-        place = self._place(parameter)
-        state = self._base.state[place.flat]
+        place = self._groups.place(parameter)
+        state = self._groups.optimizer.state[place.flat]
         if not state:  # torch makes it at the first step
             state["step"] = torch.tensor(float(steps), device=place.flat.device)
             state.update({key: torch.zeros_like(place.flat) for key in KEYS})
@@ -89,19 +73,6 @@ class AdamState:
             state[key].narrow(0, place.offset, place.count).copy_(
                 value.flatten()[place.start : place.start + place.count]
             )
-
-    def _place(self, parameter: Any) -> _Place:
-        if hasattr(parameter, "ds_id"):  # stage 3: equal parts, the last one padded
-            index, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
-            start = dist.get_rank() * size
-            count = max(0, min(size, parameter.ds_numel - start))
-            return _Place(self._zero.fp32_partitioned_groups_flat[index], offset, start, count)
-        (flat,) = self._base.param_groups[self._group_of[id(parameter)]]["params"]
-        mapping = parameter._hp_mapping
-        if mapping is None:  # nothing of it is on this rank
-            return _Place(flat, 0, 0, 0)
-        there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Place(flat, there.start, here.start, there.numel)
 
 
 def collect_moments(

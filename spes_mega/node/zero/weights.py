@@ -94,7 +94,7 @@ def get_full(parameter: nn.Parameter) -> torch.Tensor:
         value = safe_get_full_fp32_param(parameter)
         assert value is not None, "trainable parameters have an fp32 master in ZeRO stages 1-3"
         return value
-    with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_id")):
+    with deepspeed.zero.GatheredParameters(parameter):
         return parameter.detach().to(torch.float32, copy=True)
 
 
@@ -106,5 +106,5 @@ def set_full(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
     if parameter.requires_grad:
         safe_set_full_fp32_param(parameter, value)
-    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
         parameter.data.copy_(value)

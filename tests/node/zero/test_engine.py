@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from spes_mega.node.zero.engine import in_pieces, norms_of_parts, parameter_groups
+from spes_mega.node.zero.deepspeed_patches import norms_of_parts
+from spes_mega.node.zero.engine import in_pieces, parameter_groups
 from spes_mega.recipe import TrainSection
 
 TRAIN = TrainSection(weight_decay=0.1)
