@@ -47,7 +47,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w.]+/[\w./-]*)`", CONTRIBUTING))))
 def test_files_to_touch_are_where_they_are_said_to_be(path):
-    roots = (ROOT, ROOT / "spes_mega/hub", ROOT / "spes_mega/node", ROOT / "upcycle")
+    roots = (ROOT, ROOT / "spes_mega", ROOT / "spes_mega/hub", ROOT / "spes_mega/node", ROOT / "upcycle")
     assert path == "site/" or any((root / path).exists() for root in roots)
 
 
