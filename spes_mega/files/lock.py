@@ -4,6 +4,9 @@ import fcntl
 import os
 from pathlib import Path
 
+_TAKEN = BlockingIOError, PermissionError
+"""How a lock is refused that another process has: POSIX allows both where flock is emulated by fcntl."""
+
 
 def try_lock(path: Path) -> int | None:
     """Take the lock of a file, which is made if it is not there; return the descriptor that holds it.
@@ -13,10 +16,11 @@ def try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+    except _TAKEN:
         os.close(fd)
-        if isinstance(e, BlockingIOError):
-            return None
+        return None
+    except OSError:
+        os.close(fd)
         raise
     return fd
 
@@ -26,7 +30,7 @@ def is_locked(path: Path) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except _TAKEN:
         return True
     finally:
         os.close(fd)

@@ -15,10 +15,12 @@ from typing import Any, BinaryIO, NamedTuple, Self, cast
 import torch
 
 from spes_mega.errors import CheckpointError, NoSpaceError
+from spes_mega.files.durable import sync_path
 from spes_mega.layout.families.catalog import FAMILIES
 from spes_mega.layout.families.config_json import make_config
 from spes_mega.layout.names import expected_tensors
 from spes_mega.layout.storage.checksums import CHECKSUMS, TensorChecksums, checksum_of
+from spes_mega.layout.storage.rows import is_finite
 from spes_mega.layout.storage.safetensors_format import byte_count, pack_header
 from spes_mega.layout.storage.tensor_bytes import bytes_of, write_error, write_tensor
 from spes_mega.layout.storage.write_behind import WriteBehind
@@ -284,14 +286,14 @@ class CheckpointWriter:
             for fd in self._fds:
                 os.fsync(fd)
             for path in (*self._partial.rglob("*"), self._partial):
-                _sync_path(path)
+                sync_path(path)
         self._close_shards()
         if self._inside:
             self._move_up()
         else:
             self._partial.rename(self._out)
         if self._fsync:
-            _sync_path(self._out if self._inside else self._out.parent)
+            sync_path(self._out if self._inside else self._out.parent)
 
     def _move_up(self) -> None:
         """All files or none: without config.json, which comes last, nobody takes the directory for a checkpoint."""
@@ -342,7 +344,7 @@ def _json(value: Any) -> str:
 
 
 def _check_holds(stored: torch.Tensor, name: str) -> None:
-    if not torch.isfinite(stored).all():
+    if not is_finite(stored):
         short, wider = ("fp16", "bf16 or fp32") if stored.dtype == torch.float16 else ("bf16", "fp32")
         raise CheckpointError(f"{name}: has values too large for {short}; store it as {wider}")
 
@@ -365,11 +367,3 @@ def _merged(intervals: list[tuple[int, int]], new: tuple[int, int]) -> list[tupl
         else:
             out.append((start, stop))
     return out
-
-
-def _sync_path(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

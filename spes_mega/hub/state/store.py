@@ -311,5 +311,4 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_path(target)
